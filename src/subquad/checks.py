@@ -1,0 +1,203 @@
+"""The rules that inputs keep. Each error says the rule, what came, and what to do."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from subquad.errors import InputError, StateError
+from subquad.mechanisms import Call
+from subquad.state import State
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def tensors(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> None:
+    """Rank, precision, device and sizes of query, key and value."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a tensor; got {type(x).__name__}.")
+        if x.dim() != 4:
+            raise InputError(
+                f"{name} must have 4 dimensions (batch, heads, length, channels); got shape {tuple(x.shape)}. "
+                "Use unsqueeze for a missing batch or head, unflatten and transpose(1, 2) for heads inside the channels."
+            )
+        if x.dtype not in _DTYPES:
+            raise InputError(
+                f"{name} must be float16, bfloat16, float32 or float64; got {x.dtype}. Convert it, for example with .float()."
+            )
+    if not query.dtype == key.dtype == value.dtype:
+        raise InputError(
+            f"query, key and value must have one dtype; got {_each(named, 'dtype')}. Convert with .to(query.dtype)."
+        )
+    if not query.device == key.device == value.device:
+        raise InputError(
+            f"query, key and value must be on one device; got {_each(named, 'device')}. Move with .to(query.device)."
+        )
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise InputError(
+            f"query, key and value must have one batch size; got {_each(named, 'shape')}. Expand or repeat the smaller one."
+        )
+    if key.shape[1] != value.shape[1]:
+        raise InputError(f"key and value must have the same heads; got {_each(named, 'shape')}.")
+    if key.shape[2] != value.shape[2]:
+        raise InputError(f"key and value must have the same length; got {_each(named, 'shape')}.")
+    if query.shape[3] != key.shape[3]:
+        raise InputError(f"query and key must have the same channels; got {_each(named, 'shape')}.")
+    for name, x in named.items():
+        if not x.shape[1] or not x.shape[3]:
+            raise InputError(f"{name} must have at least one head and one channel; got shape {tuple(x.shape)}.")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads != kv_heads and not enable_gqa:
+        raise InputError(
+            f"query has {heads} heads and key has {kv_heads}; set enable_gqa=True to share each key-value head among "
+            f"{heads}/{kv_heads} query heads, or give both the same."
+        )
+    divides(heads, kv_heads)
+
+
+def _each(named: dict[str, Tensor], attribute: str) -> str:
+    """Like `query (2, 3, 5, 7), key (2, 3, 4, 7)`."""
+    values = {name: getattr(x, attribute) for name, x in named.items()}
+    return ", ".join(f"{name} {tuple(v) if isinstance(v, torch.Size) else v}" for name, v in values.items())
+
+
+def divides(heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise InputError(
+            f"the number of key-value heads must divide the number of query heads; got {kv_heads} and {heads}. "
+            f"Choose a divisor of {heads}."
+        )
+
+
+def call(call: Call) -> None:
+    """Everything else in a call, except whether its state fits."""
+    for name in ("is_causal", "return_state"):
+        if not isinstance(getattr(call, name), bool):
+            raise InputError(f"{name} is True or False; got {getattr(call, name)!r}.")
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if call.is_causal and queries != keys:
+        raise InputError(
+            f"is_causal needs one key a query, so that it is clear which keys come after which query; got {queries} queries and "
+            f"{keys} keys. Pass the earlier keys as state, or an explicit attn_mask."
+        )
+    if not call.is_causal and (call.state is not None or call.return_state):
+        raise InputError("a decode state follows a causal sequence; got is_causal=False. Pass is_causal=True.")
+    padding(call.key_padding_mask, call.key)
+    if call.state is not None and not isinstance(call.state, State):
+        raise StateError(f"state must be what an earlier call returned, or None; got {type(call.state).__name__}.")
+    attn_mask(call.attn_mask, call.query, call.seen + keys)
+    scale(call.scale)
+    dropout(call.dropout_p)
+
+
+def padding(mask: Tensor | None, key: Tensor) -> None:
+    if mask is None:
+        return
+    expected = (key.shape[0], key.shape[2])
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(
+            f"key_padding_mask must be bool, True for real tokens; got {came}. For ones and zeros pass mask.bool(); for PyTorch's "
+            "nn.MultiheadAttention convention, where True marks pads, pass ~mask."
+        )
+    if tuple(mask.shape) != expected:
+        raise InputError(f"key_padding_mask must be (batch, keys) = {expected}; got {tuple(mask.shape)}.")
+    if mask.device != key.device:
+        raise InputError(f"key_padding_mask must be on the device of key, {key.device}; got {mask.device}.")
+
+
+def attn_mask(mask: Tensor | None, query: Tensor, keys: int) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, query.dtype):
+        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(
+            f"attn_mask must be bool (True = may attend) or, to be added to the scores, {query.dtype}; got {came}."
+        )
+    full = (query.shape[0], query.shape[1], query.shape[2], keys)
+    sizes = zip(reversed(mask.shape), reversed(full), strict=False)
+    if mask.dim() > 4 or any(size not in (1, whole) for size, whole in sizes):
+        raise InputError(f"attn_mask must broadcast to (batch, heads, queries, keys) = {full}; got {tuple(mask.shape)}.")
+    if mask.device != query.device:
+        raise InputError(f"attn_mask must be on the device of query, {query.device}; got {mask.device}.")
+
+
+def scale(value: float | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"scale must be a finite number, or None for the mechanism's own; got {value!r}.")
+
+
+def dropout(p: float) -> None:
+    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p < 1:
+        raise InputError(f"dropout must be a probability from 0 to below 1; got {p!r}.")
+
+
+def state(state: State, method: str, key: Tensor, value: Tensor) -> None:
+    """Whether `state` can be continued by this method with these keys and values."""
+    same_method(state, method, batch=key.shape[0])
+    held = (state.kv_heads, state.head_dim, state.value_dim, state.dtype, state.device)
+    came = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+    if held != came:
+        words = ("kv_heads", "head_dim", "value_dim", "dtype", "device")
+        differ = [f"{w}: {h} in the state, {c} here" for w, h, c in zip(words, held, came, strict=True) if h != c]
+        raise StateError(f"a state continues with the sizes it has; {'; '.join(differ)}. Start a new one with state=None.")
+
+
+def same_method(state: State, method: str, *, batch: int) -> None:
+    if not isinstance(state, State):
+        raise StateError(f"state must be what an earlier call returned, or None; got {type(state).__name__}.")
+    if state.method != method:
+        raise StateError(
+            f"a state continues with the method that made it; it was made by {state.method}, and this is {method}. "
+            "Start a new one with state=None."
+        )
+    if state.batch != batch:
+        raise StateError(
+            f"a state continues with its batch size; it has {state.batch}, and here are {batch}. "
+            "Select rows with state.reorder(index)."
+        )
+
+
+def tokens(name: str, x: Tensor, width: int) -> None:
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != width:
+        came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name} must be (batch, length, {width}); got {came}.")
+    if not x.is_floating_point():
+        raise InputError(f"{name} must be floating point; got {x.dtype}. Embed integer ids first.")
+
+
+def hidden(hidden: Tensor | None, key: Tensor, dim: int | None, method: str) -> None:
+    """`dim` is None where the mechanism does not read the tokens."""
+    if dim is None and hidden is not None:
+        raise InputError(f"{method} does not read the tokens; leave hidden out.")
+    if dim is None:
+        return
+    if hidden is None:
+        raise InputError(f"{method} reads the tokens: pass hidden, (batch, keys, {dim}); got None.")
+    tokens("hidden", hidden, dim)
+    if hidden.shape[:2] != (key.shape[0], key.shape[2]) or hidden.device != key.device:
+        raise InputError(
+            f"hidden must be (batch, keys, dim) = {(key.shape[0], key.shape[2], dim)} on {key.device}; "
+            f"got {tuple(hidden.shape)} on {hidden.device}."
+        )
+
+
+def rotary(base: float | None, head_dim: int) -> None:
+    if base is None:
+        return
+    if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < math.inf:
+        raise InputError(f"rotary is the base of the angles, a number above 1 such as 10000.0, or None; got {base!r}.")
+    if head_dim % 2:
+        raise InputError(f"rotary positions turn pairs of channels, so head_dim must be even; got {head_dim}.")
+
+
+def sizes(**named: int) -> None:
+    for name, size in named.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InputError(f"{name} must be a whole number of at least 1; got {size!r}.")

@@ -1,0 +1,1 @@
+"""The engines: pure functions that own speed, masks, chunking, precision and state."""

@@ -1,0 +1,89 @@
+"""The dense engine: every query meets every key, through PyTorch's fused kernel.
+
+B batch, H query heads, K key-value heads, N queries, M keys, P past keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.masks import causal, zero_pads
+from subquad.state import Growing, Parts
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    past: Parts | None,
+    return_state: bool,
+) -> tuple[Tensor, Parts | None]:
+    """`softmax(scale q k^T + mask) v` over the past keys and these; the state is the keys and values themselves."""
+    key, value = zero_pads(key, key_padding_mask), zero_pads(value, key_padding_mask)
+    state: Parts = {}
+    if past is not None or return_state:
+        past, new = past or {}, key
+        key = _grow(state, past, "key", key)
+        value = _grow(state, past, "value", value)
+        key_padding_mask = _grow_mask(state, past, key.shape[-2] - new.shape[-2], new, key_padding_mask)
+
+    mask = attn_mask
+    if key_padding_mask is not None:
+        mask = _both(mask, key_padding_mask[:, None, None, :])  # (B, 1, 1, M)
+    queries, keys = query.shape[-2], key.shape[-2]
+    # SDPA's is_causal aligns the first query with the first key: wrong once there is a past. A single query sees all.
+    aligned = is_causal and mask is None and queries == keys
+    if is_causal and not aligned and queries > 1:
+        mask = _both(mask, causal(queries, keys, query.device))
+    heads, kv_heads = query.shape[1], key.shape[1]
+    fold = heads != kv_heads and not aligned and (mask is None or mask.shape[-3:-1] == (1, 1))
+    if fold:  # the queries of a group as more queries of one head: no key is repeated
+        query = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # (B, K, G N, D)
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=aligned,
+        scale=scale,
+        enable_gqa=heads != kv_heads and not fold,
+    )
+    if fold:
+        out = out.unflatten(2, (-1, queries)).flatten(1, 2)
+    return out, state if return_state else None
+
+
+def _both(mask: Tensor | None, allowed: Tensor) -> Tensor:
+    if mask is None:
+        return allowed
+    if mask.dtype == torch.bool:
+        return mask & allowed
+    return torch.where(allowed, mask, float("-inf"))
+
+
+def _grow(state: Parts, past: Parts, name: str, new: Tensor) -> Tensor:
+    """All rows so far: those of the past and `new`, which join the state under `name`."""
+    old = past.get(name, new[..., :0, :])
+    grown = (Growing(old) if isinstance(old, Tensor) else old).append(new)
+    state[name] = grown
+    return grown.rows
+
+
+def _grow_mask(state: Parts, past: Parts, seen: int, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The padding mask of all keys so far; the state holds one only once a call has brought one."""
+    if mask is None and "mask" not in past:
+        return None
+    batch, _, new, _ = key.shape
+    column = key.new_ones(batch, 1, new, 1, dtype=torch.bool) if mask is None else mask[:, None, :, None]
+    if "mask" not in past:
+        past = {"mask": column.new_ones(batch, 1, seen, 1)}
+    return _grow(state, past, "mask", column)[:, 0, :, 0]

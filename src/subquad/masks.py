@@ -1,0 +1,21 @@
+"""Boolean masks. True = may attend, everywhere.
+
+B batch, N queries, M keys. With a past, the N queries are the last N of the M keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """(N, M): query i sees the keys up to its own, the last query the last key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def zero_pads(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """`x` (B, H, M, D) with its pads set to 0, so that not even a NaN in them reaches a product."""
+    if key_padding_mask is None:
+        return x
+    return x.masked_fill(~key_padding_mask[:, None, :, None], 0)

@@ -1,0 +1,48 @@
+"""Efficient attention: two softmaxes, each over one sequence, instead of one over all pairs.
+
+    o_i = sum_c softmax_c(q_i)_c g_c,    g_c = sum_j softmax_j(k_jc) v_j
+
+The queries' softmax is over channels c, the keys' over positions j: channel c is one attention map over the source, and a query
+mixes these maps. Shen et al., 2018. O((N + M) D Dv) time. Rows sum to 1 by themselves; there is no 1/sqrt(D).
+
+Causal is this project's own: the softmax over positions runs over j <= i, so each channel carries its running normaliser.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from subquad.mechanisms.base import Call, Info
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernel, Kernelized, refuses
+
+INFO = Info(
+    name="efficient",
+    engine="kernelized",
+    idea="softmax over channels for queries and over positions for keys: each channel is one global attention map",
+    paper="Shen et al., 2018, Efficient Attention: Attention with Linear Complexities, arXiv:1812.01243",
+    time=TIME,
+    memory=MEMORY,
+    state=STATE,
+    refuses=refuses(scale="its two softmaxes take q and k as they are; multiply q and k yourself"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficient(Kernelized):
+    """Efficient attention; it has no options."""
+
+    info: ClassVar[Info] = INFO
+
+    def kernel(self, call: Call) -> Kernel:
+        return Kernel(query=_query, key=_key, features=call.key.shape[-1], normalizer="channel")
+
+
+def _query(x: Tensor) -> tuple[Tensor, None]:
+    return x.softmax(-1), None
+
+
+def _key(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_ones(*x.shape[:-1], 1), x  # e^x, each channel relative to its own running level

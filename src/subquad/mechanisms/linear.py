@@ -1,0 +1,42 @@
+"""Linear attention: the softmax kernel replaced by a product of positive features.
+
+    o_i = phi(q_i) sum_j phi(k_j) v_j^T / (phi(q_i) . sum_j phi(k_j)),    phi(x) = elu(x) + 1
+
+Katharopoulos et al., 2020. O((N + M) D Dv) time, a (D, Dv) state. There is no 1/sqrt(D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from subquad.mechanisms.base import Call, Info
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernel, Kernelized, refuses
+
+INFO = Info(
+    name="linear",
+    engine="kernelized",
+    idea="elu(x) + 1 as features, so the sum over keys is computed once for all queries",
+    paper="Katharopoulos et al., 2020, Transformers are RNNs, arXiv:2006.16236",
+    time=TIME,
+    memory=MEMORY,
+    state=STATE,
+    refuses=refuses(scale="its features take q and k as they are; multiply q and k yourself"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Kernelized):
+    """Linear attention; it has no options."""
+
+    info: ClassVar[Info] = INFO
+
+    def kernel(self, call: Call) -> Kernel:
+        return Kernel(query=_features, key=_features, features=call.key.shape[-1])
+
+
+def _features(x: Tensor) -> tuple[Tensor, None]:
+    # elu(x) + 1, without the rounding of (e^x - 1) + 1 that makes small features 0
+    return x.relu() + x.clamp(max=0).exp(), None

@@ -1,0 +1,156 @@
+"""Performer: positive random features whose products estimate the softmax kernel (FAVOR+).
+
+    e^(x.y) = E_w[phi(x) . phi(y)],    x = sqrt(s) q,  y = sqrt(s) k,  s = 1/sqrt(D),  w ~ N(0, I_D)
+
+with m draws of w and, by `kind`,
+
+    positive    m^(-1/2) exp(w.x - |x|^2/2)
+    hyperbolic  (2m)^(-1/2) exp(-|x|^2/2) [exp(w.x), exp(-w.x)]
+    trig        m^(-1/2) exp(|x|^2/2) [sin(w.x), cos(w.x)]               signed and unstable; for comparison
+    relu        relu(w.x) + 1e-3                                        generalised attention, not the softmax kernel
+    favor++     (1-4A)^(D/4) m^(-1/2) exp(A|w|^2 + sqrt(1-4A) w.x - |x|^2/2)
+                A = (1 - 2p - sqrt((2p+1)^2 + 8p)) / 16,  p = mean_ij |x_i + y_j|^2 / D
+
+Choromanski et al., 2021; favor++: Likhosherstov et al., 2022. O((N + M) m D) time, an (m, Dv) state.
+
+Every key has its own largest exponent b_j, and the engine keeps its sums relative to the largest b_j so far. Subtracting one
+maximum of the whole sequence, as is often done, would let later keys change earlier outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from subquad.errors import InputError
+from subquad.mechanisms.base import Call, Info, Spec
+from subquad.mechanisms.kernelized import STATE, Kernel, Kernelized, refuses, widened
+from subquad.mechanisms.random_features import gaussian, orthogonal
+
+Kind = Literal["positive", "hyperbolic", "trig", "relu", "favor++"]
+KINDS: tuple[Kind, ...] = ("positive", "hyperbolic", "trig", "relu", "favor++")
+
+INFO = Info(
+    name="performer",
+    engine="kernelized",
+    idea="positive orthogonal random features whose products estimate the softmax kernel without bias",
+    paper="Choromanski et al., 2021, Rethinking Attention with Performers, arXiv:2009.14794",
+    time="O((N + M) m D)",
+    memory="O(m D)",
+    state=STATE,
+    random="the m feature directions",
+    refuses=refuses(),
+    variants=(
+        {"kind": "hyperbolic", "features": 32},
+        {"kind": "trig", "features": 64},
+        {"kind": "relu", "features": 64, "orthogonal": False},
+        {"kind": "favor++", "features": 64, "regularized": True},
+        {"kind": "favor++", "features": 64, "p": 0.5},
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Performer(Kernelized):
+    """Random-feature attention.
+
+    Args:
+        kind: the feature map, see the head of this file.
+        features: m, the number of random directions; the error falls as 1/sqrt(m).
+        orthogonal: draw the directions in orthogonal blocks, which lowers the error; False draws them independently.
+        regularized: give all orthogonal directions length sqrt(D) instead of chi(D) lengths.
+        p: for "favor++": the mean of |x_i + y_j|^2 / D that the map is tuned for. None measures it in every call, which is only
+            defined bidirectionally and without padding; `measure_p` gives a value to keep.
+        seed: what the directions are drawn from.
+    """
+
+    info: ClassVar[Info] = INFO
+    kind: Kind = "positive"
+    features: int = 256
+    orthogonal: bool = True
+    regularized: bool = False
+    p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._require_choice("kind", KINDS)
+        self._require_count("features")
+        self._require_flag("orthogonal", "regularized")
+        self._require_seed()
+        if self.p is not None:
+            self._require_positive("p")
+            if self.kind != "favor++":
+                self._refuse("p", f"belongs to kind='favor++', and kind is {self.kind!r}: leave p out")
+        if self.regularized and not self.orthogonal:
+            self._refuse("regularized", "is about orthogonal directions, and orthogonal is False")
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        if self.kind != "favor++" or self.p is not None:
+            return self.info.refuses
+        return {
+            **self.info.refuses,
+            "is_causal": "kind='favor++' without p measures p on the whole sequence, the future included; set p",
+            "key_padding_mask": "kind='favor++' without p measures p on all queries, those of pads included; set p",
+        }
+
+    def buffers(self, spec: Spec) -> dict[str, Tensor]:
+        if self.orthogonal:
+            return {"projection": orthogonal(self.features, spec.head_dim, self.seed, regularized=self.regularized)}
+        return {"projection": gaussian(self.features, spec.head_dim, self.seed)}
+
+    def kernel(self, call: Call) -> Kernel:
+        w = call.weights["projection"].to(widened(call.query))  # (m, D)
+        scale = call.key.shape[-1] ** -0.5 if call.scale is None else call.scale
+        if scale <= 0:
+            raise InputError(f"performer takes the square root of scale, so scale must be above 0; got {scale}.")
+        a = None
+        if self.kind == "favor++":
+            p = measure_p(call.query, call.key, scale=scale) if self.p is None else torch.full_like(w[0, 0], self.p)
+            a = (1 - 2 * p - ((2 * p + 1) ** 2 + 8 * p).sqrt()) / 16
+
+        def phi(x: Tensor) -> tuple[Tensor, Tensor | None]:
+            return features(x * math.sqrt(scale), w, self.kind, a)
+
+        count = self.features * (2 if self.kind in ("hyperbolic", "trig") else 1)
+        return Kernel(query=phi, key=phi, features=count, learned=(w,))
+
+
+def features(x: Tensor, w: Tensor, kind: Kind, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """phi(x) = e^b f for x (..., n, D), w (m, D): f (..., n, m or 2m), b (..., n, 1); `a` is A, for "favor++"."""
+    m, dim = w.shape
+    u = x @ w.mT  # (..., n, m)
+    if kind == "relu":
+        return u.relu() + 1e-3, None
+    half = x.square().sum(-1, keepdim=True) / 2
+    if kind == "trig":
+        return torch.cat([u.sin(), u.cos()], dim=-1), half - math.log(m) / 2
+    b = -half
+    if kind == "hyperbolic":
+        u = torch.cat([u, -u], dim=-1)
+    elif kind == "favor++":
+        assert a is not None
+        u = a * w.square().sum(-1) + (1 - 4 * a).sqrt() * u
+        b = b + dim / 4 * (1 - 4 * a).log()
+    peak = u.detach().amax(-1, keepdim=True)
+    return (u - peak).exp(), b + peak - math.log(u.shape[-1]) / 2
+
+
+def measure_p(query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:
+    """The mean of |x_i + y_j|^2 / D over all pairs and heads of each sequence, for "favor++": (B, 1, 1, 1).
+
+    `Performer(kind="favor++", p=measure_p(query, key).mean().item())` keeps the value of a sample.
+    """
+    dim = key.shape[-1]
+    if not query.numel() or not key.numel():
+        return query.new_zeros(query.shape[0], 1, 1, 1, dtype=widened(query))
+    x, y = (t.to(widened(t)).unflatten(1, (key.shape[1], -1)) for t in (query, key))  # (B, K, G or 1, n, D)
+    squares = (t.square().sum(-1).mean((1, 2, 3)) for t in (x, y))
+    cross = (x.mean(3) * y.mean(3)).sum(-1).mean((1, 2))
+    scale = dim**-0.5 if scale is None else scale
+    return ((sum(squares) + 2 * cross) * scale / dim).reshape(-1, 1, 1, 1)

@@ -1,0 +1,58 @@
+"""Un-softmaxed attention: the dot products themselves as weights.
+
+    o_i = scale_i sum_j (q_i . k_j) v_j,    scale_i = 1 / (D n_i), n_i the number of keys that query i may attend to
+
+so phi(x) = x and there is no denominator. `normalize="none"` gives the constant 1/D, that is Q (K^T V) / D. O((N + M) D Dv) time.
+The division by n_i is this project's own: it keeps the output's size independent of the length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from subquad.mechanisms.base import Call, Info
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernel, Kernelized, refuses
+
+INFO = Info(
+    name="plain",
+    engine="kernelized",
+    idea="no softmax at all: Q (K^T V), scaled",
+    paper="Shen et al., 2018, Efficient Attention (the scaling variant), arXiv:1812.01243",
+    time=TIME,
+    memory=MEMORY,
+    state=STATE,
+    refuses=refuses(),
+    variants=({"normalize": "none"},),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(Kernelized):
+    """Un-softmaxed attention.
+
+    Args:
+        normalize: the default scale: "count" for 1 / (D n_i), "none" for 1 / D. A `scale` in the call replaces either.
+    """
+
+    info: ClassVar[Info] = INFO
+    normalize: Literal["count", "none"] = "count"
+
+    def __post_init__(self) -> None:
+        self._require_choice("normalize", ("count", "none"))
+
+    def kernel(self, call: Call) -> Kernel:
+        head_dim = call.key.shape[-1]
+        scale = 1 / head_dim if call.scale is None else call.scale
+        counted = self.normalize == "count" and call.scale is None
+
+        def query(x: Tensor) -> tuple[Tensor, None]:
+            return x * scale, None
+
+        return Kernel(query=query, key=_same, features=head_dim, normalizer="mean" if counted else "none")
+
+
+def _same(x: Tensor) -> tuple[Tensor, None]:
+    return x, None

@@ -1,0 +1,122 @@
+"""Random feature attention: trigonometric features of unit vectors, with a learned width and an optional gate.
+
+    phi(x) = m^(-1/2) [sin(w.x^), cos(w.x^)],    x^ = x/|x|,  w = sigma * w0,  w0 ~ N(0, I),  sigma learned per head and channel
+
+    S_t = S_(t-1) + phi(k_t) v_t^T,                              z likewise
+    S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T,                with gated=True, g_t = sigmoid(w_g . x_t + b), x_t the token
+
+Peng et al., 2021. O((N + M) m D) time, a (2m, Dv) state. The features are signed, so the denominator is too: its magnitude is held
+above `floor`. With fewer key-value heads than query heads, sigma and the gate belong to the key-value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.errors import OptionError
+from subquad.mechanisms.base import Call, Info, Spec
+from subquad.mechanisms.kernelized import STATE, Kernel, Kernelized, refuses, widened
+from subquad.mechanisms.random_features import gaussian
+from subquad.mechanisms.taylor import unit
+
+INFO = Info(
+    name="rfa",
+    engine="kernelized",
+    idea="random sines and cosines of unit vectors, their width learned, with a gate that forgets",
+    paper="Peng et al., 2021, Random Feature Attention, arXiv:2103.02143",
+    time="O((N + M) m D)",
+    memory="O(m D)",
+    state=STATE,
+    parameters="sigma; with gated=True the gate",
+    random="the m feature directions",
+    refuses=refuses(
+        scale="q and k are brought to unit length; the learned sigma is the scale",
+        functional="it learns sigma; use subquad.Attention(dim, heads, method='rfa') or RFA().build(heads=..., head_dim=...)",
+    ),
+    variants=({"gated": True, "features": 16},),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RFA(Kernelized):
+    """Random feature attention.
+
+    Args:
+        features: m, the number of random directions.
+        gated: let each token decide how much of the past to keep. Causal only; reads the tokens, so it is built with `dim`.
+        floor: the least magnitude of the denominator.
+        seed: what the directions are drawn from.
+    """
+
+    info: ClassVar[Info] = INFO
+    features: int = 64
+    gated: bool = False
+    floor: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._require_count("features")
+        self._require_flag("gated")
+        self._require_positive("floor")
+        self._require_seed()
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        if not self.gated:
+            return self.info.refuses
+        return {
+            **self.info.refuses,
+            "bidirectional": "gated=True forgets along the sequence, so it has a meaning only when causal",
+        }
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.gated
+
+    def buffers(self, spec: Spec) -> dict[str, Tensor]:
+        return {"projection": gaussian(self.features, spec.head_dim, self.seed)}
+
+    def parameters(self, spec: Spec) -> dict[str, Tensor]:
+        learned = {"sigma": torch.ones(spec.kv_heads, spec.head_dim)}
+        if self.gated:
+            if spec.dim is None:
+                raise OptionError("rfa with gated=True reads the tokens: build it with their width, dim=...; got None.")
+            learned["gate_weight"] = torch.randn(spec.kv_heads, spec.dim) * spec.dim**-0.5
+            learned["gate_bias"] = torch.full((spec.kv_heads,), 2.0)  # starts by keeping most of the past
+        return learned
+
+    def kernel(self, call: Call) -> Kernel:
+        dtype = widened(call.query)
+        sigma = call.weights["sigma"].to(dtype)
+        w = call.weights["projection"].to(dtype) * sigma.unsqueeze(1)  # (K, m, D)
+
+        def phi(x: Tensor) -> tuple[Tensor, None]:
+            u = unit(x) @ w.mT
+            return torch.cat([u.sin(), u.cos()], dim=-1) * self.features**-0.5, None
+
+        gate = self._log_gate(call) if self.gated else None
+        return Kernel(
+            query=phi,
+            key=phi,
+            features=2 * self.features,
+            normalizer="signed",
+            floor=self.floor,
+            log_gate=gate,
+            learned=(w,),
+        )
+
+    def _log_gate(self, call: Call) -> Tensor:
+        """log g_t of every key-value head: (B, K, M)."""
+        assert call.hidden is not None
+        dtype = widened(call.query)
+        x = call.hidden.to(dtype)
+        if call.key_padding_mask is not None:
+            x = x.masked_fill(~call.key_padding_mask.unsqueeze(-1), 0)
+        gate = F.linear(x, call.weights["gate_weight"].to(dtype), call.weights["gate_bias"].to(dtype))
+        return F.logsigmoid(gate).mT

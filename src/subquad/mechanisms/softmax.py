@@ -1,0 +1,49 @@
+"""Softmax attention: every query weighs every key.
+
+    o_i = sum_j softmax_j(s q_i . k_j + mask_ij) v_j,    s = 1/sqrt(D)
+
+Vaswani et al., 2017. O(N M D) time. Runs on PyTorch's fused `scaled_dot_product_attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from subquad.engines import dense
+from subquad.mechanisms.base import Call, Config, Info
+from subquad.state import Parts
+
+INFO = Info(
+    name="softmax",
+    engine="dense",
+    idea="every query weighs every key by the softmax of their scaled dot products",
+    paper="Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762",
+    time="O(N M D)",
+    memory="O(N D)",
+    state="O(T D), the keys and values",
+    exact=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softmax(Config):
+    """Exact attention; it has no options."""
+
+    info: ClassVar[Info] = INFO
+
+    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+        return dense.attend(
+            call.query,
+            call.key,
+            call.value,
+            is_causal=call.is_causal,
+            key_padding_mask=call.key_padding_mask,
+            attn_mask=call.attn_mask,
+            scale=call.scale,
+            dropout_p=call.dropout_p,
+            past=call.past,
+            return_state=call.return_state,
+        )

@@ -1,0 +1,48 @@
+"""First-order attention: e^(q.k) replaced by its Taylor expansion on unit vectors.
+
+    o_i = sum_j (1 + q^_i . k^_j) v_j / sum_j (1 + q^_i . k^_j),    x^ = x / |x|
+
+that is phi(x) = [1, x^]. Li et al., 2020. O((N + M) D Dv) time. All weights are at least 0; a zero vector has x^ = 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from subquad.mechanisms.base import Call, Info
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernel, Kernelized, refuses
+
+INFO = Info(
+    name="taylor",
+    engine="kernelized",
+    idea="1 + cosine(q, k) as the weight: the softmax kernel's first-order expansion on unit vectors",
+    paper="Li et al., 2020, Linear Attention Mechanism: An Efficient Attention for Semantic Segmentation, arXiv:2007.14902",
+    time=TIME,
+    memory=MEMORY,
+    state=STATE,
+    refuses=refuses(scale="q and k are brought to unit length, so a scale would have no effect"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taylor(Kernelized):
+    """First-order attention; it has no options."""
+
+    info: ClassVar[Info] = INFO
+
+    def kernel(self, call: Call) -> Kernel:
+        return Kernel(query=_features, key=_features, features=call.key.shape[-1] + 1)
+
+
+def _features(x: Tensor) -> tuple[Tensor, None]:
+    return torch.cat([x.new_ones(*x.shape[:-1], 1), unit(x)], dim=-1), None
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / |x|; a zero vector stays zero, with zero gradient."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / torch.where(norm == 0, 1, norm)

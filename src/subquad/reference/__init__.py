@@ -1,0 +1,63 @@
+"""Every mechanism once more, as plain dense code to check the engines against.
+
+Nothing here imports an engine, and nothing is fast: all pairs are formed, loops run over tokens where that reads better. The code runs
+in the precision of its inputs; tests call it in float64 for the truth, and in the precision under test for a fair comparison.
+
+B batch, H heads, N queries, M keys, D channels, Dv value channels, m features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.reference import efficient, linear, performer, plain, rfa, softmax, taylor
+
+_MECHANISMS = {
+    "softmax": softmax.attention,
+    "linear": linear.attention,
+    "taylor": taylor.attention,
+    "plain": plain.attention,
+    "efficient": efficient.attention,
+    "performer": performer.attention,
+    "rfa": rfa.attention,
+}
+
+
+def attention(
+    config: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """What `config`, with its buffers and parameters `weights`, computes. Shapes and meanings as in `subquad.attention`."""
+    queries, keys = query.shape[2], key.shape[2]
+    allowed = torch.ones(query.shape[0], 1, queries, keys, dtype=torch.bool, device=query.device)
+    if is_causal:
+        allowed = allowed.tril()
+    if key_padding_mask is not None:
+        allowed = allowed & key_padding_mask[:, None, None, :]
+        key, value = (x.masked_fill(~key_padding_mask[:, None, :, None], 0) for x in (key, value))
+        hidden = hidden.masked_fill(~key_padding_mask[:, :, None], 0) if hidden is not None else None
+    groups = query.shape[1] // key.shape[1]
+    return _MECHANISMS[config.info.name](
+        config,
+        query,
+        key.repeat_interleave(groups, dim=1),
+        value.repeat_interleave(groups, dim=1),
+        allowed=allowed,
+        attn_mask=attn_mask,
+        scale=scale,
+        weights=weights or {},
+        hidden=hidden,
+    )

@@ -1,0 +1,19 @@
+"""o_i = sum_j (1 + cos(q_i, k_j)) v_j / sum_j (1 + cos(q_i, k_j)); the cosine with a zero vector is 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.reference.weighted import average
+
+
+def attention(config: Any, query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor, **_: Any) -> Tensor:
+    return average((1 + unit(query) @ unit(key).mT) * allowed, value)
+
+
+def unit(x: Tensor) -> Tensor:
+    squares = x.square().sum(-1, keepdim=True)
+    return x / torch.where(squares == 0, 1, squares).sqrt()

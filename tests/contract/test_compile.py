@@ -1,0 +1,102 @@
+"""Contract 13: one graph under torch.compile, the same numbers, no recompilation for a new batch size; fake tensors and meta tensors work."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import subquad as sq
+from tests.harness import VALUE_DIM, assert_close, every_case, every_default, inputs
+
+
+def compiled(case, is_causal, backend):
+    module = case.build()
+
+    def run(query, key, value, hidden):
+        hidden = {"hidden": hidden} if case.config.reads_tokens else {}
+        return module(query, key, value, is_causal=is_causal, **hidden)
+
+    torch._dynamo.reset()
+    return torch.compile(run, fullgraph=True, backend=backend)
+
+
+@every_case
+@torch.no_grad()
+def test_one_graph_for_all_batch_sizes(case):
+    if case.info.graph_breaks:
+        pytest.skip(case.info.graph_breaks)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    for is_causal in case.directions:
+        run = compiled(case, is_causal, backend)
+        graphs.clear()
+        for batch in (2, 3, 5):
+            x = inputs(130, batch=batch)
+            for t in x:
+                torch._dynamo.mark_dynamic(t, 0)
+            assert_close(run(*x), case.run(x, is_causal=is_causal))
+        assert len(graphs) == 1
+
+
+@every_default
+@torch.no_grad()
+def test_inductor_gives_the_same_numbers(case):
+    if case.info.graph_breaks:
+        pytest.skip(case.info.graph_breaks)
+    x, is_causal = inputs(70), case.directions[-1]
+    assert_close(compiled(case, is_causal, "inductor")(*x), case.run(x, is_causal=is_causal))
+
+
+@every_case
+def test_compiled_gradients(case):
+    if case.info.graph_breaks:
+        pytest.skip(case.info.graph_breaks)
+    for is_causal in case.directions:
+        x = inputs(70, grad=True)
+        outs = compiled(case, is_causal, "aot_eager")(*x), case.run(x, is_causal=is_causal)
+        grads = [torch.autograd.grad(out.square().sum(), [x.query, x.key, x.value]) for out in outs]
+        for ours, theirs in zip(*grads, strict=True):
+            assert_close(ours, theirs)
+
+
+@every_default
+@torch.no_grad()
+def test_function_compiles(case):
+    case.skip_unless(functional=True)
+    torch._dynamo.reset()
+    x = inputs(70)
+    run = torch.compile(lambda q, k, v: sq.attention(q, k, v, case.info.name, is_causal=True), fullgraph=True, backend="eager")
+    assert_close(run(x.query, x.key, x.value), sq.attention(x.query, x.key, x.value, case.info.name, is_causal=True))
+
+
+@every_case
+def test_meta_device(case):
+    module = case.config.build(heads=3, head_dim=5, dim=11).to("meta")
+    x = inputs(70, dtype=torch.float32).map(lambda t: t.to("meta"))
+    for is_causal in case.directions:
+        out = case.run(x, module, is_causal=is_causal)
+        assert out.shape == (2, 3, 70, VALUE_DIM)
+        assert out.device.type == "meta"
+
+
+@every_case
+@torch.no_grad()
+def test_fake_tensors_neither_use_nor_leave_a_draw(case):
+    case.skip_unless(functional=True)
+    real = inputs(70)
+
+    def run(query, key, value, config):
+        return sq.attention(query, key, value, config, is_causal=case.directions[-1])
+
+    expected = run(real.query, real.key, real.value, case.config)
+    unseen = replace(case.config, seed=12345) if case.info.random else case.config
+    for config in (case.config, unseen):
+        with FakeTensorMode():
+            fake = run(*(torch.empty(t.shape, dtype=t.dtype) for t in (real.query, real.key, real.value)), config)
+            assert fake.shape == expected.shape
+        assert run(real.query, real.key, real.value, config).isfinite().all()

@@ -1,0 +1,88 @@
+"""Contract 11: what is random comes from the seed, lives in the state_dict, and is redrawn only when asked."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import subquad as sq
+from tests.harness import DIM, HEADS, WIDTH, every_case, inputs
+
+
+def build(config):
+    torch.manual_seed(0)
+    return config.build(heads=HEADS, head_dim=DIM, dim=WIDTH).double()
+
+
+@every_case
+@torch.no_grad()
+def test_same_seed_same_bits(case):
+    x = inputs(70)
+    for is_causal in case.directions:
+        first, second = (case.run(x, build(case.config), is_causal=is_causal) for _ in range(2))
+        assert torch.equal(first, second)
+
+
+@every_case
+@torch.no_grad()
+def test_function_equals_module(case):
+    case.skip_unless(functional=True)
+    x = inputs(70)
+    for is_causal in case.directions:
+        found = sq.attention(x.query, x.key, x.value, case.config, is_causal=is_causal)
+        assert torch.equal(found, case.run(x, is_causal=is_causal))
+
+
+@every_case
+@torch.no_grad()
+def test_buffers_are_saved_and_kept(case):
+    module = build(case.config)
+    before = {name: t.clone() for name, t in module.state_dict().items()}
+    assert set(before) == set(case.config.buffers(module.spec)) | set(case.config.parameters(module.spec))
+    assert bool(case.config.buffers(module.spec)) == bool(case.info.random)
+    module.train()
+    for is_causal in case.directions:
+        case.run(inputs(9), module, is_causal=is_causal)
+    assert all(torch.equal(before[name], t) for name, t in module.state_dict().items())
+
+
+@every_case
+@torch.no_grad()
+def test_state_dict_carries_the_draw(case):
+    if not case.info.random:
+        pytest.skip(f"{case.info.name} draws nothing")
+    source = build(case.config)
+    target = build(dataclasses.replace(case.config, seed=77))
+    x, is_causal = inputs(20), case.directions[-1]
+    expected = case.run(x, source, is_causal=is_causal)
+    assert not torch.equal(case.run(x, target, is_causal=is_causal), expected)
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(case.run(x, target, is_causal=is_causal), expected)
+
+
+@every_case
+@torch.no_grad()
+def test_redraw(case):
+    module = build(case.config)
+    if not case.info.random:
+        with pytest.raises(sq.OptionError, match="draws nothing"):
+            module.redraw(3)
+        return
+    before = {name: t.clone() for name, t in module.named_buffers()}
+    module.redraw(3)
+    fresh = dataclasses.replace(case.config, seed=3).buffers(module.spec)
+    for name, t in module.named_buffers():
+        assert not torch.equal(t, before[name])
+        assert torch.equal(t, fresh[name])
+
+
+@every_case
+def test_redraw_ends_old_states(case):
+    if not case.info.random:
+        pytest.skip(f"{case.info.name} draws nothing")
+    case.skip_unless(decode=True)
+    module = build(case.config)
+    _, state = case.run(inputs(5), module, is_causal=True, return_state=True)
+    module.redraw(4)
+    with pytest.raises(sq.StateError, match="method that made it"):
+        case.run(inputs(5), module, is_causal=True, state=state)

@@ -1,0 +1,153 @@
+"""Contract 8: parallel = chunked = one step at a time; states are values that can be cloned, rolled back, re-ordered and saved."""
+
+import io
+
+import pytest
+import torch
+
+import subquad as sq
+from tests.harness import Inputs, assert_close, every_case, inputs
+
+TOKENS = 150
+PIECES = {
+    "one at a time": [1] * TOKENS,
+    "odd pieces": [1, 2, 7, 63, 64, 13],
+    "a prompt, then one at a time": [130] + [1] * 20,
+    "two": [64, 86],
+}
+
+
+def feed(case, x, pieces, state=None, real=None):
+    """Outputs and the last state, fed in `pieces`."""
+    outs, start = [], 0
+    for length in pieces:
+        end = start + length
+        mask = None if real is None else real[:, start:end]
+        out, state = case.run(x.tokens(start, end), is_causal=True, state=state, return_state=True, key_padding_mask=mask)
+        outs.append(out)
+        start = end
+    return torch.cat(outs, dim=2), state
+
+
+@every_case
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_pieces_equal_the_whole(case, pieces, grad):
+    case.skip_unless(decode=True)
+    x = inputs(TOKENS, grad=grad)
+    found, state = feed(case, x, pieces)
+    assert state.length == TOKENS
+    assert_close(found, case.run(x, is_causal=True))
+
+
+@every_case
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+@torch.no_grad()
+def test_padded_pieces_equal_the_whole(case, pieces):
+    case.skip_unless(decode=True, key_padding_mask=True)
+    x = inputs(TOKENS)
+    real = torch.ones(2, TOKENS, dtype=torch.bool)
+    real[0, :70] = False
+    found, _ = feed(case, x, pieces, real=real)
+    assert_close(found, case.run(x, is_causal=True, key_padding_mask=real))
+
+
+@every_case
+@torch.no_grad()
+def test_mask_only_on_the_prompt(case):
+    case.skip_unless(decode=True, key_padding_mask=True)
+    x = inputs(30)
+    real = torch.ones(2, 30, dtype=torch.bool)
+    real[0, :9] = False
+    _, state = feed(case, x.tokens(0, 20), [20], real=real[:, :20])
+    found, _ = feed(case, x.tokens(20, 30), [1] * 10, state)
+    assert_close(found, case.run(x, is_causal=True, key_padding_mask=real)[:, :, 20:])
+    _, state = feed(case, x.tokens(0, 5), [5])
+    real[:, :5], real[:, 5:12] = True, False
+    found, _ = feed(case, x.tokens(5, 30), [7, 18], state, real[:, 5:])
+    assert_close(found, case.run(x, is_causal=True, key_padding_mask=real)[:, :, 5:])
+
+
+@every_case
+@torch.no_grad()
+def test_roll_back(case):
+    case.skip_unless(decode=True)
+    x, other = inputs(40), inputs(40, seed=9)
+    _, state = feed(case, x.tokens(0, 20), [13] + [1] * 7)
+    feed(case, other, [1, 5, 1], state)
+    feed(case, other, [17], state)
+    found, _ = feed(case, x.tokens(20, 40), [1] * 20, state)
+    assert_close(found, case.run(x, is_causal=True)[:, :, 20:])
+
+
+@every_case
+@torch.no_grad()
+def test_a_call_leaves_its_state_as_it_was(case):
+    case.skip_unless(decode=True)
+    x = inputs(30)
+    _, state = feed(case, x, [10, 1])
+    before = state.state_dict()
+    feed(case, x, [1, 4], state)
+    bad = Inputs(x.query[:, :, :1], x.key[:, :, :2], x.value[:, :, :2], x.hidden[:, :2])
+    with pytest.raises(sq.SubquadError):
+        case.run(bad, is_causal=True, state=state)
+    after = state.state_dict()
+    assert all(torch.equal(before["parts"][name], after["parts"][name]) for name in before["parts"])
+
+
+@every_case
+@torch.no_grad()
+def test_clone_shares_nothing(case):
+    case.skip_unless(decode=True)
+    x = inputs(30)
+    _, state = feed(case, x.tokens(0, 20), [20])
+    copy = state.clone()
+    for part in state.parts.values():
+        (part if isinstance(part, torch.Tensor) else part.rows).fill_(3)
+    found, _ = feed(case, x.tokens(20, 30), [10], copy)
+    assert_close(found, case.run(x, is_causal=True)[:, :, 20:])
+
+
+@every_case
+@torch.no_grad()
+def test_reorder(case):
+    case.skip_unless(decode=True)
+    x, index = inputs(30), torch.tensor([1, 0, 1])
+    _, state = feed(case, x.tokens(0, 20), [20])
+    beams = x.map(lambda t: t[index])
+    found, _ = feed(case, beams.tokens(20, 30), [1, 9], state.reorder(index))
+    assert_close(found, case.run(beams, is_causal=True)[:, :, 20:])
+
+
+@every_case
+@torch.no_grad()
+def test_saved_and_loaded(case):
+    case.skip_unless(decode=True)
+    x = inputs(30)
+    _, state = feed(case, x.tokens(0, 20), [20])
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    file.seek(0)
+    loaded = sq.State.from_state_dict(torch.load(file, weights_only=True))
+    found, _ = feed(case, x.tokens(20, 30), [1] * 10, loaded)
+    assert torch.equal(found, feed(case, x.tokens(20, 30), [1] * 10, state)[0])
+
+
+@every_case
+@torch.no_grad()
+def test_bytes(case):
+    case.skip_unless(decode=True)
+    sizes = [feed(case, inputs(n), [n])[1].nbytes for n in (1, 10, 1000)]
+    if case.info.engine == "kernelized":
+        assert sizes[0] == sizes[1] == sizes[2]
+    assert sizes[0] > 0
+
+
+@every_case
+def test_gradients_flow_through_the_state(case):
+    case.skip_unless(decode=True)
+    x = inputs(80, grad=True)
+    grads = [
+        torch.autograd.grad(out.square().sum(), x.value)[0] for out in (feed(case, x, [30, 50])[0], case.run(x, is_causal=True))
+    ]
+    assert_close(*grads)
