@@ -81,8 +81,8 @@ def call(call: Call) -> None:
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.is_causal and queries != keys:
         raise InputError(
-            f"is_causal needs one key a query, so that it is clear which keys come after which query; got {queries} queries and "
-            f"{keys} keys. Pass the earlier keys as state, or an explicit attn_mask."
+            f"is_causal needs one key a query, so that it is clear which keys come after which query; got {queries} queries "
+            f"and {keys} keys. Pass the earlier keys as state, or an explicit attn_mask."
         )
     if not call.is_causal and (call.state is not None or call.return_state):
         raise InputError("a decode state follows a causal sequence; got is_causal=False. Pass is_causal=True.")
@@ -101,8 +101,8 @@ def padding(mask: Tensor | None, key: Tensor) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(
-            f"key_padding_mask must be bool, True for real tokens; got {came}. For ones and zeros pass mask.bool(); for PyTorch's "
-            "nn.MultiheadAttention convention, where True marks pads, pass ~mask."
+            f"key_padding_mask must be bool, True for real tokens; got {came}. For ones and zeros pass mask.bool(); for "
+            "the convention of torch.nn.MultiheadAttention, where True marks pads, pass ~mask."
         )
     if tuple(mask.shape) != expected:
         raise InputError(f"key_padding_mask must be (batch, keys) = {expected}; got {tuple(mask.shape)}.")

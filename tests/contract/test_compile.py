@@ -1,4 +1,4 @@
-"""Contract 13: one graph under torch.compile, the same numbers, no recompilation for a new batch size; fake tensors and meta tensors work."""
+"""Contract 13: one graph under torch.compile, with the same numbers, for all batch sizes. Fake and meta tensors work."""
 
 from dataclasses import replace
 

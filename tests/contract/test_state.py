@@ -1,4 +1,4 @@
-"""Contract 8: parallel = chunked = one step at a time; states are values that can be cloned, rolled back, re-ordered and saved."""
+"""Contract 8: parallel = chunked = one step at a time; a state can be cloned, rolled back, re-ordered and saved."""
 
 import io
 

@@ -43,6 +43,8 @@ def attend(
     aligned = is_causal and mask is None and queries == keys
     if is_causal and not aligned and queries > 1:
         mask = _both(mask, causal(queries, keys, query.device))
+    if scale is not None and scale <= 0:
+        query, scale = query * scale, 1.0  # the fused kernel scales after it masks: 0 or less times -inf
     heads, kv_heads = query.shape[1], key.shape[1]
     fold = heads != kv_heads and not aligned and (mask is None or mask.shape[-3:-1] == (1, 1))
     if fold:  # the queries of a group as more queries of one head: no key is repeated
@@ -58,7 +60,7 @@ def attend(
         enable_gqa=heads != kv_heads and not fold,
     )
     if fold:
-        out = out.unflatten(2, (-1, queries)).flatten(1, 2)
+        out = out.unflatten(2, (heads // kv_heads, queries)).flatten(1, 2)
     return out, state if return_state else None
 
 

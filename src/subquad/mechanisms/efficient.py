@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
+from subquad.engines.kernelized import Kernel
 from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernel, Kernelized, refuses
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 
 INFO = Info(
     name="efficient",
@@ -37,12 +36,9 @@ class Efficient(Kernelized):
     info: ClassVar[Info] = INFO
 
     def kernel(self, call: Call) -> Kernel:
-        return Kernel(query=_query, key=_key, features=call.key.shape[-1], normalizer="channel")
-
-
-def _query(x: Tensor) -> tuple[Tensor, None]:
-    return x.softmax(-1), None
-
-
-def _key(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_ones(*x.shape[:-1], 1), x  # e^x, each channel relative to its own running level
+        return Kernel(
+            query=lambda x: x.softmax(-1),
+            key=lambda x: (None, x),  # e^x, each channel relative to its own running level
+            features=call.key.shape[-1],
+            normalizer="channel",
+        )

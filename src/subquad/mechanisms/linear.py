@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from subquad.engines.kernelized import Kernel
 from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernel, Kernelized, refuses
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 
 INFO = Info(
     name="linear",
@@ -34,9 +35,9 @@ class Linear(Kernelized):
     info: ClassVar[Info] = INFO
 
     def kernel(self, call: Call) -> Kernel:
-        return Kernel(query=_features, key=_features, features=call.key.shape[-1])
+        return Kernel(query=_phi, key=lambda x: (_phi(x), None), features=call.key.shape[-1])
 
 
-def _features(x: Tensor) -> tuple[Tensor, None]:
+def _phi(x: Tensor) -> Tensor:
     # elu(x) + 1, without the rounding of (e^x - 1) + 1 that makes small features 0
-    return x.relu() + x.clamp(max=0).exp(), None
+    return x.relu() + x.clamp(max=0).exp_()

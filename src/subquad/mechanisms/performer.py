@@ -27,9 +27,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from subquad.engines.kernelized import Kernel
 from subquad.errors import InputError
 from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.kernelized import STATE, Kernel, Kernelized, refuses, widened
+from subquad.mechanisms.kernelized import STATE, Kernelized, refuses, widened
 from subquad.mechanisms.random_features import gaussian, orthogonal
 
 Kind = Literal["positive", "hyperbolic", "trig", "relu", "favor++"]
@@ -114,31 +115,44 @@ class Performer(Kernelized):
             p = measure_p(call.query, call.key, scale=scale) if self.p is None else torch.full_like(w[0, 0], self.p)
             a = (1 - 2 * p - ((2 * p + 1) ** 2 + 8 * p).sqrt()) / 16
 
-        def phi(x: Tensor) -> tuple[Tensor, Tensor | None]:
-            return features(x * math.sqrt(scale), w, self.kind, a)
+        return Kernel(
+            query=lambda x: exponentiate(exponents(x, w, self.kind, scale, a), self.kind)[0],
+            key=lambda x: features(x, w, self.kind, scale, a),
+            features=self.features * (2 if self.kind in ("hyperbolic", "trig") else 1),
+            learned=(w,),
+        )
 
-        count = self.features * (2 if self.kind in ("hyperbolic", "trig") else 1)
-        return Kernel(query=phi, key=phi, features=count, learned=(w,))
+
+def features(x: Tensor, w: Tensor, kind: Kind, scale: float = 1.0, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """phi(sqrt(scale) x) = e^b f for x (..., n, D), w (m, D): f (..., n, m or 2m), b (..., n, 1). `a` is A, for "favor++"."""
+    f, peak = exponentiate(exponents(x, w, kind, scale, a), kind)
+    if kind == "relu":
+        return f, None
+    b = x.square().sum(-1, keepdim=True) * (scale / 2 if kind == "trig" else -scale / 2)
+    b = b - math.log(w.shape[0] if kind == "trig" else f.shape[-1]) / 2
+    if peak is not None:
+        b = b + peak
+    if a is not None:
+        b = b + w.shape[1] / 4 * (1 - 4 * a).log()
+    return f, b
 
 
-def features(x: Tensor, w: Tensor, kind: Kind, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """phi(x) = e^b f for x (..., n, D), w (m, D): f (..., n, m or 2m), b (..., n, 1); `a` is A, for "favor++"."""
-    m, dim = w.shape
-    u = x @ w.mT  # (..., n, m)
+def exponents(x: Tensor, w: Tensor, kind: Kind, scale: float, a: Tensor | None) -> Tensor:
+    """w.x, and for "hyperbolic" -w.x beside it; for "favor++" A|w|^2 + sqrt(1-4A) w.x."""
+    u = x @ (w * math.sqrt(scale)).mT  # (..., n, m)
+    if kind == "hyperbolic":
+        return torch.cat([u, -u], dim=-1)
+    return u if a is None else a * w.square().sum(-1) + (1 - 4 * a).sqrt() * u
+
+
+def exponentiate(u: Tensor, kind: Kind) -> tuple[Tensor, Tensor | None]:
+    """The features up to a factor for each row, e^peak where it is given."""
     if kind == "relu":
         return u.relu() + 1e-3, None
-    half = x.square().sum(-1, keepdim=True) / 2
     if kind == "trig":
-        return torch.cat([u.sin(), u.cos()], dim=-1), half - math.log(m) / 2
-    b = -half
-    if kind == "hyperbolic":
-        u = torch.cat([u, -u], dim=-1)
-    elif kind == "favor++":
-        assert a is not None
-        u = a * w.square().sum(-1) + (1 - 4 * a).sqrt() * u
-        b = b + dim / 4 * (1 - 4 * a).log()
+        return torch.cat([u.sin(), u.cos()], dim=-1), None
     peak = u.detach().amax(-1, keepdim=True)
-    return (u - peak).exp(), b + peak - math.log(u.shape[-1]) / 2
+    return u.sub_(peak).exp_(), peak
 
 
 def measure_p(query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:

@@ -2,8 +2,8 @@
 
     o_i = scale_i sum_j (q_i . k_j) v_j,    scale_i = 1 / (D n_i), n_i the number of keys that query i may attend to
 
-so phi(x) = x and there is no denominator. `normalize="none"` gives the constant 1/D, that is Q (K^T V) / D. O((N + M) D Dv) time.
-The division by n_i is this project's own: it keeps the output's size independent of the length.
+so phi(x) = x and there is no denominator. `normalize="none"` gives the constant 1/D, that is Q (K^T V) / D.
+O((N + M) D Dv) time. The division by n_i is this project's own: it keeps the output's size independent of the length.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
+from subquad.engines.kernelized import Kernel
 from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernel, Kernelized, refuses
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 
 INFO = Info(
     name="plain",
@@ -47,12 +46,9 @@ class Plain(Kernelized):
         head_dim = call.key.shape[-1]
         scale = 1 / head_dim if call.scale is None else call.scale
         counted = self.normalize == "count" and call.scale is None
-
-        def query(x: Tensor) -> tuple[Tensor, None]:
-            return x * scale, None
-
-        return Kernel(query=query, key=_same, features=head_dim, normalizer="mean" if counted else "none")
-
-
-def _same(x: Tensor) -> tuple[Tensor, None]:
-    return x, None
+        return Kernel(
+            query=lambda x: x * scale,
+            key=lambda x: (x, None),
+            features=head_dim,
+            normalizer="mean" if counted else "none",
+        )

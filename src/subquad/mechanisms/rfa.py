@@ -5,8 +5,8 @@
     S_t = S_(t-1) + phi(k_t) v_t^T,                              z likewise
     S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T,                with gated=True, g_t = sigmoid(w_g . x_t + b), x_t the token
 
-Peng et al., 2021. O((N + M) m D) time, a (2m, Dv) state. The features are signed, so the denominator is too: its magnitude is held
-above `floor`. With fewer key-value heads than query heads, sigma and the gate belong to the key-value heads.
+Peng et al., 2021. O((N + M) m D) time, a (2m, Dv) state. The features are signed, so the denominator is too: its magnitude is
+held above `floor`. With fewer key-value heads than query heads, sigma and the gate belong to the key-value heads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.engines.kernelized import Kernel
 from subquad.errors import OptionError
 from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.kernelized import STATE, Kernel, Kernelized, refuses, widened
+from subquad.mechanisms.kernelized import STATE, Kernelized, refuses, widened
 from subquad.mechanisms.random_features import gaussian
 from subquad.mechanisms.taylor import unit
 
@@ -96,14 +97,14 @@ class RFA(Kernelized):
         sigma = call.weights["sigma"].to(dtype)
         w = call.weights["projection"].to(dtype) * sigma.unsqueeze(1)  # (K, m, D)
 
-        def phi(x: Tensor) -> tuple[Tensor, None]:
+        def phi(x: Tensor) -> Tensor:
             u = unit(x) @ w.mT
-            return torch.cat([u.sin(), u.cos()], dim=-1) * self.features**-0.5, None
+            return torch.cat([u.sin(), u.cos()], dim=-1) * self.features**-0.5
 
         gate = self._log_gate(call) if self.gated else None
         return Kernel(
             query=phi,
-            key=phi,
+            key=lambda x: (phi(x), None),
             features=2 * self.features,
             normalizer="signed",
             floor=self.floor,

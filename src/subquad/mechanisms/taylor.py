@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from subquad.engines.kernelized import Kernel
 from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernel, Kernelized, refuses
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 
 INFO = Info(
     name="taylor",
@@ -35,14 +36,14 @@ class Taylor(Kernelized):
     info: ClassVar[Info] = INFO
 
     def kernel(self, call: Call) -> Kernel:
-        return Kernel(query=_features, key=_features, features=call.key.shape[-1] + 1)
+        return Kernel(query=_phi, key=lambda x: (_phi(x), None), features=call.key.shape[-1] + 1)
 
 
-def _features(x: Tensor) -> tuple[Tensor, None]:
-    return torch.cat([x.new_ones(*x.shape[:-1], 1), unit(x)], dim=-1), None
+def _phi(x: Tensor) -> Tensor:
+    return torch.cat([x.new_ones(*x.shape[:-1], 1), unit(x)], dim=-1)
 
 
 def unit(x: Tensor) -> Tensor:
     """x / |x|; a zero vector stays zero, with zero gradient."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / torch.where(norm == 0, 1, norm)
+    return x / norm.masked_fill(norm == 0, 1.0)

@@ -1,14 +1,15 @@
 """Every mechanism once more, as plain dense code to check the engines against.
 
-Nothing here imports an engine, and nothing is fast: all pairs are formed, loops run over tokens where that reads better. The code runs
-in the precision of its inputs; tests call it in float64 for the truth, and in the precision under test for a fair comparison.
+Nothing here imports an engine, and nothing is fast: all pairs are formed, and loops run over tokens where that reads better.
+The code runs in the precision of its inputs; tests call it in float64 for the truth, and in the precision under test for a
+fair comparison.
 
 B batch, H heads, N queries, M keys, D channels, Dv value channels, m features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from subquad.reference import efficient, linear, performer, plain, rfa, softmax, taylor
 
-_MECHANISMS = {
+_MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "softmax": softmax.attention,
     "linear": linear.attention,
     "taylor": taylor.attention,

@@ -1,4 +1,7 @@
-"""S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T token by token, or plain sums without the gate; phi(x) = m^(-1/2) [sin, cos](w.x/|x|)."""
+"""S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T token by token, or plain sums without the gate.
+
+phi(x) = m^(-1/2) [sin(w.x/|x|), cos(w.x/|x|)].
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def attention(
     sigma = _per_head(weights["sigma"], heads, query)  # (H, D)
     w = weights["projection"].to(query.dtype) * sigma.unsqueeze(1)  # (H, m, D)
     fq, fk = phi(query, w), phi(key, w)
-    if not config.gated:
+    if not config.gated or query.shape[2] == 0:
         pairs = fq @ fk.mT * allowed
         return pairs @ value / _away_from_zero(pairs.sum(-1, keepdim=True), config.floor)
 

@@ -1,0 +1,217 @@
+"""Wrong input gets one error of the family that says the rule, what came, and what to do."""
+
+import math
+
+import pytest
+import torch
+
+import subquad as sq
+
+B, H, N, D = 2, 4, 6, 8
+
+
+def qkv(**shapes):
+    return [torch.randn(shapes.get(name, (B, H, N, D))) for name in ("q", "k", "v")]
+
+
+BAD_CALLS = {
+    "3 dimensions": (qkv(q=(B, N, D)), {}, sq.InputError, r"query must have 4 dimensions.*\(2, 6, 8\).*unsqueeze"),
+    "not a tensor": ([[1.0], *qkv()[1:]], {}, sq.InputError, "query must be a tensor; got list"),
+    "integers": ([t.long() for t in qkv()], {}, sq.InputError, r"query must be float16.*got torch.int64.*\.float\(\)"),
+    "complex": ([t.to(torch.complex64) for t in qkv()], {}, sq.InputError, "query must be float16.*complex64"),
+    "two dtypes": ([qkv()[0].double(), *qkv()[1:]], {}, sq.InputError, "one dtype; got query torch.float64, key torch.float32"),
+    "two devices": ([qkv()[0].to("meta"), *qkv()[1:]], {}, sq.InputError, "one device; got query meta, key cpu"),
+    "two batch sizes": (qkv(q=(3, H, N, D)), {}, sq.InputError, r"one batch size; got query \(3, 4, 6, 8\)"),
+    "key and value lengths": (qkv(v=(B, H, 5, D)), {}, sq.InputError, "key and value must have the same length"),
+    "key and value heads": (qkv(v=(B, 2, N, D)), {}, sq.InputError, "key and value must have the same heads"),
+    "query and key channels": (qkv(q=(B, H, N, 3)), {}, sq.InputError, "query and key must have the same channels"),
+    "no channels": (qkv(q=(B, H, N, 0), k=(B, H, N, 0)), {}, sq.InputError, "at least one head and one channel"),
+    "no heads": (qkv(k=(B, 0, N, D), v=(B, 0, N, D)), {"enable_gqa": True}, sq.InputError, "at least one head"),
+    "fewer heads, not enabled": (qkv(k=(B, 2, N, D), v=(B, 2, N, D)), {}, sq.InputError, "set enable_gqa=True"),
+    "heads that do not divide": (
+        qkv(k=(B, 3, N, D), v=(B, 3, N, D)),
+        {"enable_gqa": True},
+        sq.InputError,
+        "must divide the number of query heads; got 3 and 4",
+    ),
+    "causal cross": (
+        qkv(q=(B, H, 3, D)),
+        {"is_causal": True},
+        sq.InputError,
+        "got 3 queries and 6 keys. Pass the earlier keys",
+    ),
+    "causal with more queries": (qkv(q=(B, H, 9, D)), {"is_causal": True}, sq.InputError, "got 9 queries and 6 keys"),
+    "causal as a number": (qkv(), {"is_causal": 1}, sq.InputError, "is_causal is True or False; got 1"),
+    "padding of ints": (
+        qkv(),
+        {"key_padding_mask": torch.ones(B, N)},
+        sq.InputError,
+        r"key_padding_mask must be bool.*float32.*mask\.bool\(\).*~mask",
+    ),
+    "padding of another shape": (
+        qkv(),
+        {"key_padding_mask": torch.ones(B, 7, dtype=torch.bool)},
+        sq.InputError,
+        r"must be \(batch, keys\) = \(2, 6\); got \(2, 7\)",
+    ),
+    "padding on another device": (
+        qkv(),
+        {"key_padding_mask": torch.ones(B, N, dtype=torch.bool, device="meta")},
+        sq.InputError,
+        "device of key, cpu; got meta",
+    ),
+    "mask of ints": (qkv(), {"attn_mask": torch.ones(N, N).int()}, sq.InputError, "attn_mask must be bool.*int32"),
+    "mask of another float": (
+        qkv(),
+        {"attn_mask": torch.ones(N, N).double()},
+        sq.InputError,
+        "torch.float32; got torch.float64",
+    ),
+    "mask that does not broadcast": (
+        qkv(),
+        {"attn_mask": torch.ones(N, 5, dtype=torch.bool)},
+        sq.InputError,
+        r"broadcast to \(batch, heads, queries, keys\) = \(2, 4, 6, 6\); got \(6, 5\)",
+    ),
+    "mask of 5 dimensions": (qkv(), {"attn_mask": torch.ones(1, 1, 1, N, N).bool()}, sq.InputError, "must broadcast"),
+    "scale NaN": (qkv(), {"scale": math.nan}, sq.InputError, "scale must be a finite number.*nan"),
+    "scale a tensor": (qkv(), {"scale": torch.ones(1)}, sq.InputError, "scale must be a finite number"),
+    "negative scale of a kernel": (
+        qkv(),
+        {"scale": -1.0, "method": "performer"},
+        sq.InputError,
+        "scale must be above 0; got -1.0",
+    ),
+    "dropout of 1": (qkv(), {"dropout_p": 1.0}, sq.InputError, "from 0 to below 1; got 1.0"),
+    "negative dropout": (qkv(), {"dropout_p": -0.1}, sq.InputError, "from 0 to below 1"),
+    "unknown method": (
+        qkv(),
+        {"method": "performr"},
+        sq.UnknownMethodError,
+        "no method is called 'performr'; did you mean 'performer'",
+    ),
+    "method of another type": (qkv(), {"method": 3}, sq.UnknownMethodError, "a name or a config object such as"),
+    "a config class": (qkv(), {"method": sq.Linear}, sq.UnknownMethodError, "a name or a config object such as"),
+    "learned method": (qkv(), {"method": "rfa"}, sq.UnsupportedError, r"learns sigma; use subquad\.Attention"),
+    "bidirectional state": (qkv(), {"return_state": True}, sq.InputError, "follows a causal sequence; got is_causal=False"),
+    "state of another type": (qkv(), {"state": 3, "is_causal": True}, sq.StateError, "what an earlier call returned.*got int"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "options", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_call(tensors, options, error, message):
+    with pytest.raises(error, match=f"(?s){message}") as caught:
+        sq.attention(*tensors, **options)
+    assert isinstance(caught.value, sq.SubquadError)
+
+
+def state_of(method, batch=B, heads=H, dim=D, dtype=torch.float32):
+    x = torch.randn(batch, heads, N, dim, dtype=dtype)
+    return sq.attention(x, x, x, method, is_causal=True, return_state=True)[1]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (state_of("softmax"), r"made by Softmax\(\), and this is Linear\(\)"),
+        (state_of("linear", batch=3), r"it has 3, and here are 2. Select rows with state.reorder"),
+        (state_of("linear", heads=2), "kv_heads: 2 in the state, 4 here"),
+        (state_of("linear", dim=5), "head_dim: 5 in the state, 8 here; value_dim: 5 in the state, 8 here"),
+        (state_of("linear", dtype=torch.float64), "dtype: torch.float64 in the state, torch.float32 here"),
+        (state_of("linear").to("meta"), "device: meta in the state, cpu here"),
+    ],
+)
+def test_state_of_another(state, message):
+    with pytest.raises(sq.StateError, match=message):
+        sq.attention(*qkv(), "linear", is_causal=True, state=state)
+
+
+def test_performer_state_of_another_draw():
+    with pytest.raises(sq.StateError, match="seed=1"):
+        sq.attention(*qkv(), sq.Performer(seed=1), is_causal=True, state=state_of("performer"))
+
+
+BAD_OPTIONS = {
+    "unknown": (lambda: sq.Performer(featurs=3), "no option 'featurs'; did you mean 'features'"),
+    "unknown, none near": (lambda: sq.Linear(zzz=1), "no option 'zzz'. Options: none"),
+    "by position": (lambda: sq.Performer(256), r"takes its options by name; got \(256,\)"),
+    "m = 0": (lambda: sq.Performer(features=0), "features is a whole number of at least 1; got 0"),
+    "m a float": (lambda: sq.Performer(features=2.5), "features is a whole number"),
+    "m a flag": (lambda: sq.RFA(features=True), "features is a whole number"),
+    "kind": (lambda: sq.Performer(kind="cosine"), "kind is one of 'positive', .*got 'cosine'"),
+    "seed": (lambda: sq.Performer(seed=-1), "seed is a whole number from 0"),
+    "p without favor++": (lambda: sq.Performer(p=1.0), r"belongs to kind='favor\+\+'"),
+    "p = 0": (lambda: sq.Performer(kind="favor++", p=0.0), "p is a finite number above 0"),
+    "regularized, independent": (lambda: sq.Performer(orthogonal=False, regularized=True), "orthogonal is False"),
+    "flag": (lambda: sq.Performer(orthogonal="yes"), "orthogonal is True or False"),
+    "normalize": (lambda: sq.Plain(normalize="sum"), "normalize is one of 'count', 'none'; got 'sum'"),
+    "floor": (lambda: sq.RFA(floor=0.0), "floor is a finite number above 0"),
+    "gate without width": (lambda: sq.RFA(gated=True).build(heads=2, head_dim=4), "build it with their width, dim="),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_bad_option(make, message):
+    with pytest.raises(sq.OptionError, match=message) as caught:
+        make()
+    assert isinstance(caught.value, TypeError)
+
+
+BAD_MODULES = {
+    "heads that do not divide dim": (lambda: sq.Attention(10, 4), "multiple of heads unless head_dim is given; got dim=10"),
+    "zero heads": (lambda: sq.Attention(8, 0), "heads must be a whole number of at least 1; got 0"),
+    "kv_heads": (lambda: sq.Attention(12, 4, kv_heads=3), "must divide the number of query heads; got 3 and 4"),
+    "dropout": (lambda: sq.Attention(8, 2, dropout=1.5), "from 0 to below 1; got 1.5"),
+    "odd rotary": (lambda: sq.Attention(6, 2, rotary=1e4), "head_dim must be even; got 3"),
+    "rotary base": (lambda: sq.Attention(8, 2, rotary=True), "a number above 1 such as 10000.0, or None; got True"),
+    "scale": (lambda: sq.Attention(8, 2, scale=math.inf), "scale must be a finite number"),
+    "ids instead of tokens": (lambda: sq.Attention(8, 2)(torch.ones(1, 3, 8).long()), "x must be floating point.*Embed"),
+    "width of x": (lambda: sq.Attention(8, 2)(torch.ones(1, 3, 7)), r"x must be \(batch, length, 8\); got shape \(1, 3, 7\)"),
+    "width of source": (lambda: sq.Attention(8, 2)(torch.ones(1, 3, 8), torch.ones(1, 3, 7)), "source must be"),
+    "no source of another width": (
+        lambda: sq.Attention(8, 2, source_dim=5)(torch.ones(1, 3, 8)),
+        "x, without a source, must be",
+    ),
+    "rotary to a source": (
+        lambda: sq.Attention(8, 2, rotary=1e4)(torch.ones(1, 3, 8), torch.ones(1, 3, 8)),
+        "need self-attention",
+    ),
+    "built for other sizes": (
+        lambda: sq.Linear().build(heads=2, head_dim=3)(*qkv()),
+        "built for heads=2, kv_heads=2, head_dim=3",
+    ),
+    "tokens nobody reads": (
+        lambda: sq.Linear().build(heads=H, head_dim=D)(*qkv(), hidden=torch.ones(B, N, 3)),
+        "does not read the tokens; leave hidden out",
+    ),
+    "tokens missing": (
+        lambda: sq.RFA(gated=True).build(heads=H, head_dim=D, dim=3)(*qkv(), is_causal=True),
+        r"reads the tokens: pass hidden, \(batch, keys, 3\)",
+    ),
+    "tokens of another length": (
+        lambda: sq.RFA(gated=True).build(heads=H, head_dim=D, dim=3)(*qkv(), is_causal=True, hidden=torch.ones(B, 4, 3)),
+        r"hidden must be \(batch, keys, dim\) = \(2, 6, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), BAD_MODULES.values(), ids=BAD_MODULES)
+def test_bad_module(make, message):
+    with pytest.raises(sq.InputError, match=message):
+        make()
+
+
+def test_module_refuses_dropout_without_weights_at_once():
+    with pytest.raises(sq.UnsupportedError, match="no attention weights exist"):
+        sq.Attention(8, 2, "linear", dropout=0.1)
+
+
+def test_rotary_state_fits_only_rotary():
+    x = torch.randn(1, 3, 8)
+    plain, rotary = sq.Attention(8, 2), sq.Attention(8, 2, rotary=1e4)
+    _, state = rotary(x, is_causal=True, return_state=True)
+    with pytest.raises(sq.StateError, match=r"with rotary=10000\.0"):
+        plain(x, is_causal=True, state=state)
+    _, state = plain(x, is_causal=True, return_state=True)
+    with pytest.raises(sq.StateError, match=r"with rotary=10000\.0"):
+        rotary(x, is_causal=True, state=state)

@@ -1,0 +1,65 @@
+import dataclasses
+
+import pytest
+
+import subquad as sq
+from subquad import reference
+from subquad.mechanisms import MECHANISMS, NEEDS
+from subquad.registry import _table
+
+
+def test_methods():
+    assert sq.methods() == ["softmax", "linear", "taylor", "plain", "efficient", "performer", "rfa"]
+    assert sq.methods(attn_mask=True) == ["softmax"]
+    assert "rfa" not in sq.methods(functional=True)
+    assert sq.methods(is_causal=True, decode=True) == sq.methods()
+    assert sq.methods(is_causal=False) == sq.methods()
+
+
+def test_unknown_need():
+    with pytest.raises(sq.InputError, match="cannot be asked for 'causal'; did you mean 'is_causal'"):
+        sq.methods(causal=True)
+    with pytest.raises(sq.InputError, match=r"True \(needed\) or False \(not needed\); got 1"):
+        sq.why_not("linear", is_causal=1)
+
+
+def test_why_not():
+    assert sq.why_not("linear", is_causal=True, decode=True) == []
+    (reason,) = sq.why_not("linear", attn_mask=True)
+    assert reason.startswith("an attn_mask: ")
+    assert len(sq.why_not("linear", attn_mask=True, scale=True, dropout_p=True)) == 3
+    assert sq.why_not(sq.Performer(kind="favor++", p=1.0), is_causal=True) == []
+    assert "set p" in sq.why_not(sq.Performer(kind="favor++"), decode=True)[0]
+    assert "only when causal" in sq.why_not(sq.RFA(gated=True), cross=True)[0]
+
+
+@pytest.mark.parametrize("name", sq.methods())
+def test_records_are_complete_and_frozen(name):
+    info = sq.info(name)
+    assert info.name == name
+    assert info.engine in {"dense", "kernelized"}
+    assert all([info.idea, info.paper, info.time, info.memory])
+    assert "\n" not in info.idea
+    assert bool(info.state) == ("decode" in info.supports)
+    assert set(info.refuses) <= set(NEEDS)
+    assert name in reference._MECHANISMS
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        info.name = "other"
+    with pytest.raises(TypeError):
+        info.refuses["decode"] = "no"
+
+
+def test_configs_are_frozen_values():
+    assert sq.Performer(features=8) == sq.Performer(features=8)
+    assert hash(sq.Performer(features=8)) == hash(sq.Performer(features=8))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sq.Performer().features = 3
+    assert sq.info(sq.Performer(features=8)) is sq.info("performer")
+
+
+def test_a_second_mechanism_of_the_same_name_is_refused():
+    class Again(MECHANISMS[0]):
+        pass
+
+    with pytest.raises(ValueError, match="two mechanisms are called 'softmax'"):
+        _table([*MECHANISMS, Again])

@@ -1,0 +1,80 @@
+import pytest
+import torch
+
+import subquad as sq
+from subquad.state import Growing
+
+
+def call(method, x, state=None):
+    return sq.attention(x, x, x, method, is_causal=True, state=state, return_state=True)
+
+
+def test_growing_appends_in_place_where_nobody_reads():
+    first = Growing(torch.zeros(1, 0, 3)).append(torch.ones(1, 4, 3))
+    second = first.append(torch.full((1, 2, 3), 2.0))
+    assert second.rows.data_ptr() == first.rows.data_ptr()
+    assert second.rows[0, :, 0].tolist() == [1, 1, 1, 1, 2, 2]
+    other = first.append(torch.full((1, 1, 3), 5.0))
+    assert other.rows.data_ptr() != first.rows.data_ptr()
+    assert second.rows[0, :, 0].tolist() == [1, 1, 1, 1, 2, 2]
+    assert other.rows[0, :, 0].tolist() == [1, 1, 1, 1, 5]
+
+
+def test_growing_does_not_write_into_what_it_was_given():
+    given = torch.zeros(1, 8, 3)
+    Growing(given.narrow(1, 0, 4)).append(torch.ones(1, 2, 3))
+    assert (given == 0).all()
+
+
+def test_a_cache_does_not_alias_the_callers_tensors():
+    x = torch.randn(1, 2, 5, 3)
+    kept = x.clone()
+    _, state = call("softmax", x)
+    x.zero_()
+    new = torch.randn(1, 2, 1, 3)
+    out, _ = call("softmax", new, state)
+    whole, _ = call("softmax", torch.cat([kept, new], dim=2))
+    torch.testing.assert_close(out, whole[:, :, -1:])
+
+
+def test_a_state_from_inference_mode_goes_on_outside_it():
+    x = torch.randn(1, 2, 5, 3)
+    for method in ("softmax", "linear"):
+        with torch.inference_mode():
+            _, state = call(method, x)
+        out, _ = call(method, x[:, :, :1].clone(), state)
+        assert out.isfinite().all()
+
+
+def test_appending_copies_seldom():
+    state, moves, seen = None, 0, None
+    for _ in range(200):
+        _, state = call("softmax", torch.randn(1, 1, 1, 4), state)
+        moves += state.parts["key"].rows.data_ptr() != seen
+        seen = state.parts["key"].rows.data_ptr()
+    assert moves < 15
+
+
+@pytest.mark.parametrize("index", [torch.tensor([0, 2]), torch.tensor([-1]), torch.tensor([0.0]), torch.tensor([[0]])])
+def test_reorder_refuses(index):
+    _, state = call("linear", torch.randn(2, 1, 3, 4))
+    with pytest.raises(sq.StateError, match="reorder takes"):
+        state.reorder(index)
+
+
+def test_from_state_dict_refuses_what_is_not_one():
+    with pytest.raises(sq.StateError, match="a saved state has the entries"):
+        sq.State.from_state_dict({"method": "linear"})
+
+
+def test_detach():
+    x = torch.randn(1, 2, 5, 3, requires_grad=True)
+    for method in ("softmax", "linear"):
+        _, state = call(method, x)
+        out, _ = call(method, torch.randn(1, 2, 1, 3), state.detach())
+        assert not out.requires_grad
+
+
+def test_bytes_of_a_linear_state():
+    _, state = call("linear", torch.randn(2, 3, 50, 8))
+    assert state.nbytes == 2 * 3 * 8 * (8 + 1) * 4
