@@ -114,8 +114,8 @@ def test_rotary_positions_count_from_the_first_real_token(case):
 
 def test_rotary_is_relative():
     q, k = torch.randn(2, 1, 3, 1, 8, dtype=torch.float64).unbind(0)
-    at = lambda i: torch.tensor([[i]])  # noqa: E731
-    score = lambda i, j: (rotate(q, at(i), 1e4) * rotate(k, at(j), 1e4)).sum(-1)  # noqa: E731
+    at = lambda i: torch.tensor([[i]])
+    score = lambda i, j: (rotate(q, at(i), 1e4) * rotate(k, at(j), 1e4)).sum(-1)
     torch.testing.assert_close(score(7, 3), score(1_000_007, 1_000_003))
     assert not torch.allclose(score(7, 3), score(7, 4))
     torch.testing.assert_close(rotate(q, at(0), 1e4), q)

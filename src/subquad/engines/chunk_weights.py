@@ -80,7 +80,7 @@ class _ByPair(Weights):
     """Each query weighs each key by a factor."""
 
     f: Tensor  # (B, K, c, C, m)
-    within: Tensor  # (B, K, c, C, C)
+    within: Tensor  # (B, K, c, C, C), or its last row (B, K, c, 1, C) where only that matters
 
     def scores(self, fq: Tensor) -> Tensor:
         return _products(fq, self.f) * self.within.unsqueeze(3)
@@ -127,7 +127,7 @@ def levelled_by_channel(b: Tensor, level: Tensor) -> Weights:
     """phi = e^b, b (B, K, c, C, m). The chunks may come out shorter."""
     tops = _tops(b, level)
     if _rises_gently(b, tops, level):
-        return _relative_to_tops(None, b, tops, level)
+        return _relative_to_tops(b, tops, level)
     if b.shape[3] % _EXACT_CHUNK == 0:
         b = b.flatten(2, 3).unflatten(2, (-1, _EXACT_CHUNK))
     within, since, end = _relative(b, level)
@@ -135,8 +135,12 @@ def levelled_by_channel(b: Tensor, level: Tensor) -> Weights:
 
 
 def levelled_by_chunk(f: Tensor | None, b: Tensor, level: Tensor) -> Weights:
-    """phi = e^b f, or e^b, where only the sums at the chunks' ends matter."""
-    return _relative_to_tops(f, b, _tops(b, level), level)
+    """phi = e^b f, b (B, K, c, C, 1), or phi = e^b, b (B, K, c, C, m), where only the sums at the chunks' ends matter."""
+    tops = _tops(b, level)
+    if f is None:
+        return _relative_to_tops(b, tops, level)
+    before, end = _before(tops, level)
+    return _ByPair((before - tops).exp(), end, b.shape[3], f, (b - tops).exp_().mT)
 
 
 def gated(f: Tensor, log_gate: Tensor) -> Weights:
@@ -145,7 +149,7 @@ def gated(f: Tensor, log_gate: Tensor) -> Weights:
     allowed = causal(length, length, f.device)
     later = allowed & ~torch.eye(length, dtype=torch.bool, device=f.device)  # t > j
     passed = log_gate.expand(*log_gate.shape[:-1], length).masked_fill(~later, 0.0).cumsum(-2)
-    within = passed.masked_fill(~allowed, -math.inf).exp()
+    within = passed.masked_fill_(~allowed, -math.inf).exp_()
     return _ByPair(log_gate.cumsum(-2).exp(), None, length, f, within)
 
 
@@ -157,15 +161,14 @@ def _relative(b: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = torch.maximum(b.detach().flatten(2, 3).cummax(2).values, level).unflatten(2, b.shape[2:4])
     before, end = _before(top[..., -1:, :], level)
     future = ~causal(b.shape[3], b.shape[3], b.device).unsqueeze(-1)
-    within = (b.unsqueeze(-3) - top.unsqueeze(-2)).masked_fill(future, -math.inf).exp()
+    within = (b.unsqueeze(-3) - top.unsqueeze(-2)).masked_fill_(future, -math.inf).exp_()
     return within, (before - top).exp(), end
 
 
-def _relative_to_tops(f: Tensor | None, b: Tensor, tops: Tensor, level: Tensor) -> Weights:
-    """Relative to the largest b up to the end of each chunk: then its keys have one common factor."""
+def _relative_to_tops(b: Tensor, tops: Tensor, level: Tensor) -> Weights:
+    """Relative to the largest b up to the end of each chunk: then its keys count alike for all its queries."""
     before, end = _before(tops, level)
-    phi = (b - tops).exp_()
-    return _Equal((before - tops).exp(), end, b.shape[3], phi if f is None else f * phi)
+    return _Equal((before - tops).exp(), end, b.shape[3], (b - tops).exp_())
 
 
 def _tops(b: Tensor, level: Tensor) -> Tensor:

@@ -41,9 +41,8 @@ Sums = dict[str, Tensor]
 # S (B, K, m, Dv + 1), without normalizer or with "mean" (B, K, m, Dv); level (B, K, 1, 1 or m), the largest b so far;
 # count (B, 1, 1, 1), the number of keys so far.
 
-# Worked on at a time: so little that it stays in cache, so much that the operations outweigh their calls.
-_PIECE = 2**18  # features,
-_ROWS = 2**11  # but at least so many rows of them, that is tokens times heads
+# Tokens times heads worked on at a time: so few that they stay in cache, so many that the operations outweigh their calls.
+_ROWS = 2**12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +94,7 @@ def attend(
         pieces = walk(query, source, kernel, sums, max(query.shape[2], key.shape[2], 1))
         out = torch.cat(list(pieces), dim=2).to(query.dtype)
     else:
-        rows = max(_PIECE // kernel.features, _ROWS)
-        chunks = rows // max(query.shape[0] * query.shape[1] * CHUNK, 1)
+        chunks = _ROWS // max(query.shape[0] * query.shape[1] * CHUNK, 1)
         out, start = query.new_empty(*query.shape[:3], value.shape[-1]), 0
         for piece in walk(query, source, kernel, sums, max(chunks, 1) * CHUNK):
             out[:, :, start : (start := start + piece.shape[2])] = piece
@@ -204,9 +202,7 @@ def _causal_piece(query: Tensor, keys: _Keys, kernel: Kernel, sums: Sums) -> Ten
         return query.new_empty(*query.shape[:3], keys.value.shape[-1] - kernel.has_ones)
     weights = keys.weights(min(CHUNK, query.shape[2]), sums.get("level"), causal=True)
     value = keys.value.unflatten(2, (-1, weights.chunk))  # (B, K, c, C, Dv + 1)
-    grouped = (
-        query.unflatten(2, (-1, weights.chunk)).unflatten(1, (keys.value.shape[1], -1)).transpose(2, 3)
-    )  # (B, K, c, G, C, D)
+    grouped = query.unflatten(2, (-1, weights.chunk)).unflatten(1, (value.shape[1], -1)).transpose(2, 3)  # (B, K, c, G, C, D)
     fq = kernel.query(grouped.flatten(2, 4)).unflatten(2, grouped.shape[2:5])  # (B, K, c, G, C, m)
 
     S, sums["S"] = _scan(sums["S"], weights.sums(value), weights.decay)  # (B, K, c, m, Dv + 1): as each chunk finds it
@@ -215,8 +211,9 @@ def _causal_piece(query: Tensor, keys: _Keys, kernel: Kernel, sums: Sums) -> Ten
     if kernel.normalizer == "channel":
         total = weights.total(S[..., -1:].mT)  # (B, K, c, C, m)
         fq = fq / (total if keys.real is None else _nonzero(total)).unsqueeze(3)
-    out = weights.read(fq, S)  # (B, K, c, G, C, Dv + 1)
-    out.flatten(3, 4).flatten(0, 2).baddbmm_(weights.scores(fq).flatten(3, 4).flatten(0, 2), value.flatten(0, 2))
+    scores, past = weights.scores(fq), weights.read(fq, S)  # (B, K, c, G, C, C) and (B, K, c, G, C, Dv + 1)
+    rows = [t.flatten(3, 4).flatten(0, 2) for t in (past, scores)]
+    out = rows[0].baddbmm_(rows[1], value.flatten(0, 2)).view(past.shape)
 
     count = None
     if "count" in sums:
