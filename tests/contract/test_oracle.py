@@ -10,6 +10,7 @@ from tests.harness import HEADS, SIZES, VALUE_DIM, assert_close, every_case, inp
 @pytest.fixture(params=["one piece", "many pieces"])
 def pieces(request, monkeypatch):
     if request.param == "many pieces":
+        monkeypatch.setattr(kernelized, "_PIECE", 1)
         monkeypatch.setattr(kernelized, "_ROWS", 1)
 
 

@@ -41,8 +41,9 @@ Sums = dict[str, Tensor]
 # S (B, K, m, Dv + 1), without normalizer or with "mean" (B, K, m, Dv); level (B, K, 1, 1 or m), the largest b so far;
 # count (B, 1, 1, 1), the number of keys so far.
 
-# Tokens times heads worked on at a time: so few that they stay in cache, so many that the operations outweigh their calls.
-_ROWS = 2**12
+# Worked on at a time: so little that it stays in cache, so much that the operations outweigh their calls.
+_PIECE = 2**18  # features,
+_ROWS = 2**11  # but at least so many rows of them, that is tokens times heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,8 @@ def attend(
         pieces = walk(query, source, kernel, sums, max(query.shape[2], key.shape[2], 1))
         out = torch.cat(list(pieces), dim=2).to(query.dtype)
     else:
-        chunks = _ROWS // max(query.shape[0] * query.shape[1] * CHUNK, 1)
+        rows = max(_PIECE // kernel.features, _ROWS)
+        chunks = rows // max(query.shape[0] * query.shape[1] * CHUNK, 1)
         out, start = query.new_empty(*query.shape[:3], value.shape[-1]), 0
         for piece in walk(query, source, kernel, sums, max(chunks, 1) * CHUNK):
             out[:, :, start : (start := start + piece.shape[2])] = piece

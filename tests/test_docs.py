@@ -1,0 +1,69 @@
+"""What the README says is so: its code runs, its tables come from the records and the measurements."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import subquad as sq
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_code_runs():
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) >= 5
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["state"].length == 301
+
+
+def test_the_refusal_is_the_one_shown():
+    shown = re.search(r">>> (.*?)\nsubquad\.errors\.(\w+): (.*?)```", README, flags=re.DOTALL)
+    q = k = v = torch.randn(1, 8, 4096, 64)
+    with pytest.raises(sq.SubquadError) as caught:
+        eval(shown[1], {"sq": sq, "torch": torch, "q": q, "k": k, "v": v})
+    assert type(caught.value).__name__ == shown[2]
+    assert str(caught.value) == shown[3].strip()
+
+
+def capability_row(name):
+    info = sq.info(name)
+    needs = ["is_causal", "cross", "key_padding_mask", "enable_gqa"]
+    marks = ["yes" if need in info.supports else "no" for need in needs]
+    function = "yes" if "functional" in info.supports else "no: it has parameters"
+    also = ", ".join(need for need in ("attn_mask", "scale", "dropout_p") if need in info.supports) or "-"
+    return " | ".join([f"| `{name}`", info.idea, *marks, info.state or "no", function, also]) + " |"
+
+
+@pytest.mark.parametrize("name", sq.methods())
+def test_the_table_is_the_records(name):
+    assert capability_row(name) in README
+
+
+def measured_rows():
+    results = json.loads((ROOT / "benchmarks" / "engines.json").read_text())
+    ratio = {(r["method"], r["is_causal"], r["length"]): r["times_sdpa"] for r in results["time"]}
+    for method in dict.fromkeys(r["method"] for r in results["time"] if r["method"] != "sdpa"):
+        cells = [f"{ratio[method, c, n]:.1f}" for c in (False, True) for n in (1024, 2048, 4096)]
+        yield " | ".join([f"| `{method}`", *cells]) + " |"
+
+
+def test_the_figures_are_the_measured_ones():
+    shown = re.search(r"engines\.json -->\n(.*?)<!-- end -->", README, flags=re.DOTALL)[1].strip().splitlines()[2:]
+    assert shown == list(measured_rows())
+
+
+def test_memory_figures():
+    results = json.loads((ROOT / "benchmarks" / "engines.json").read_text())
+    multiples = [row["peak_over_inputs_and_output"] for row in results["memory"]]
+    low, high = re.search(r"([\d.]+) to ([\d.]+) of inputs and output together", README).groups()
+    assert (f"{min(multiples):.2f}", f"{max(multiples):.2f}") == (low, high)
+
+
+def test_the_changelog_has_this_version():
+    assert f"## {sq.__version__}" in (ROOT / "CHANGELOG.md").read_text()
