@@ -118,7 +118,7 @@ def state_of(method, batch=B, heads=H, dim=D, dtype=torch.float32):
         (state_of("linear", heads=2), "kv_heads: 2 in the state, 4 here"),
         (state_of("linear", dim=5), "head_dim: 5 in the state, 8 here; value_dim: 5 in the state, 8 here"),
         (state_of("linear", dtype=torch.float64), "dtype: torch.float64 in the state, torch.float32 here"),
-        (state_of("linear").to("meta"), "device: meta in the state, cpu here"),
+        (state_of("linear").to("meta"), "it is on meta, and here is cpu. Move it with state.to"),
     ],
 )
 def test_state_of_another(state, message):
@@ -215,3 +215,7 @@ def test_rotary_state_fits_only_rotary():
     _, state = plain(x, is_causal=True, return_state=True)
     with pytest.raises(sq.StateError, match=r"with rotary=10000\.0"):
         rotary(x, is_causal=True, state=state)
+    _, state = rotary(x, is_causal=True, return_state=True)
+    for wrong, message in ((state.to("meta"), "on meta"), (state.reorder(torch.tensor([0, 0])), "it has 2, and here are 1")):
+        with pytest.raises(sq.StateError, match=message):
+            rotary(x, is_causal=True, state=wrong)

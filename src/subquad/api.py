@@ -259,7 +259,7 @@ class Attention(nn.Module):
         """The mechanism's own part of the state, and the position that each row has reached."""
         if state is None:
             return None, torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        checks.same_method(state, self._method, batch=x.shape[0])
+        checks.continues(state, self._method, x)
         parts = dict(state.parts)
         start = parts.pop("position")
         assert isinstance(start, Tensor)

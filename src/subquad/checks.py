@@ -140,16 +140,17 @@ def dropout(p: float) -> None:
 
 def state(state: State, method: str, key: Tensor, value: Tensor) -> None:
     """Whether `state` can be continued by this method with these keys and values."""
-    same_method(state, method, batch=key.shape[0])
-    held = (state.kv_heads, state.head_dim, state.value_dim, state.dtype, state.device)
-    came = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+    continues(state, method, key)
+    held = (state.kv_heads, state.head_dim, state.value_dim, state.dtype)
+    came = (key.shape[1], key.shape[3], value.shape[3], key.dtype)
     if held != came:
-        words = ("kv_heads", "head_dim", "value_dim", "dtype", "device")
+        words = ("kv_heads", "head_dim", "value_dim", "dtype")
         differ = [f"{w}: {h} in the state, {c} here" for w, h, c in zip(words, held, came, strict=True) if h != c]
         raise StateError(f"a state continues with the sizes it has; {'; '.join(differ)}. Start a new one with state=None.")
 
 
-def same_method(state: State, method: str, *, batch: int) -> None:
+def continues(state: State, method: str, x: Tensor) -> None:
+    """Whether `state` is of this method, and of the batch and device of x."""
     if not isinstance(state, State):
         raise StateError(f"state must be what an earlier call returned, or None; got {type(state).__name__}.")
     if state.method != method:
@@ -157,10 +158,14 @@ def same_method(state: State, method: str, *, batch: int) -> None:
             f"a state continues with the method that made it; it was made by {state.method}, and this is {method}. "
             "Start a new one with state=None."
         )
-    if state.batch != batch:
+    if state.batch != x.shape[0]:
         raise StateError(
-            f"a state continues with its batch size; it has {state.batch}, and here are {batch}. "
+            f"a state continues with its batch size; it has {state.batch}, and here are {x.shape[0]}. "
             "Select rows with state.reorder(index)."
+        )
+    if state.device != x.device:
+        raise StateError(
+            f"a state continues on its device; it is on {state.device}, and here is {x.device}. Move it with state.to(device)."
         )
 
 
