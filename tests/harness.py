@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import subquad as sq
 from subquad import reference
@@ -118,6 +119,21 @@ def _name(case):
 
 every_case = pytest.mark.parametrize("case", CASES, ids=_name)
 every_default = pytest.mark.parametrize("case", [c for c in CASES if "-" not in _name(c)], ids=_name)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes, views of others left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, torch.Tensor) and t._base is None:
+                self.numel = max(self.numel, t.numel())
+        return out
 
 
 def relative_error(found, expected):

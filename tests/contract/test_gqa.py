@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import DIM, assert_close, every_case, inputs
+from tests.harness import DIM, Largest, assert_close, every_case, inputs
 
 
 @every_case
@@ -19,19 +18,6 @@ def test_equals_reference(case, kv_heads, size):
         grads = zip(*(torch.autograd.grad(out.square().sum(), x.key)[0] for out in (found, expected)), strict=True)
         for ours, theirs in grads:
             assert_close(ours, theirs)
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(t, torch.Tensor) and t._base is None:
-                self.numel = max(self.numel, t.numel())
-        return out
 
 
 @every_case

@@ -1,31 +1,13 @@
 """Nothing of size N x m x Dv, and no piece of work that grows with N beyond inputs and output."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from benchmarks.engines import peak
 
 import subquad as sq
 from subquad.engines import kernelized
 from subquad.engines.chunk_weights import CHUNK
-from tests.harness import every_default
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation returns, forward or backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(t, torch.Tensor):
-                self.numel = max(self.numel, t.numel())
-        return out
+from tests.harness import Largest, every_default
 
 
 @every_default
@@ -48,23 +30,8 @@ def test_no_tensor_of_size_n_m_dv(case, is_causal, grad):
     assert largest.numel <= piece
 
 
-PEAK = """
-import resource, sys, threading, torch, subquad as sq
-N, method, is_causal = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
-q, k, v = (torch.randn(1, 1, N, 64) for _ in range(3))
-with torch.no_grad():
-    sq.attention(q[:, :, :512], k[:, :, :512], v[:, :, :512], method, is_causal=is_causal)  # what the first call loads
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    out = sq.attention(q, k, v, method, is_causal=is_causal)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (4 * out.nbytes))
-"""
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("method", sq.methods(functional=True)[1:])
 def test_peak_memory_is_little_more_than_the_output(method, is_causal):
     """In inputs and output as the unit: the output itself is 0.25 of it."""
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, "200000", method, str(is_causal)], capture_output=True, text=True, check=True
-    )
-    assert float(done.stdout) < 0.5
+    assert peak(method, 200_000, is_causal)["peak_over_inputs_and_output"] < 0.5
