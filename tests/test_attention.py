@@ -112,6 +112,31 @@ def test_rotary_positions_count_from_the_first_real_token(case):
     torch.testing.assert_close(torch.cat(outs, dim=1)[:, 13:], expected)
 
 
+@every_case
+@torch.no_grad()
+def test_going_on_after_right_pads(case):
+    case.skip_unless(decode=True, key_padding_mask=True)
+    module, x, new = build(case, rotary=10_000.0), tokens(6), tokens(1)
+    _, alone = module(x[:, :4], is_causal=True, return_state=True)
+    real = torch.tensor([[True] * 4 + [False] * 2] * 2)
+    _, padded = module(x, is_causal=True, key_padding_mask=real, return_state=True)
+    torch.testing.assert_close(module(new, is_causal=True, state=padded), module(new, is_causal=True, state=alone))
+
+
+@every_case
+def test_pads_of_tokens_reach_neither_output_nor_gradients(case):
+    case.skip_unless(key_padding_mask=True)
+    real = torch.tensor([[True] * 9, [False] * 3 + [True] * 6])
+    for is_causal in case.directions:
+        results = []
+        for fill in (0.0, float("nan")):
+            module, x = build(case), tokens(9).masked_fill(~real.unsqueeze(-1), fill)
+            out = module(x, is_causal=is_causal, key_padding_mask=real)
+            out[real].sum().backward()
+            results.append([out, *(p.grad for p in module.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_rotary_is_relative():
     q, k = torch.randn(2, 1, 3, 1, 8, dtype=torch.float64).unbind(0)
     at = lambda i: torch.tensor([[i]])
@@ -138,8 +163,8 @@ def test_positions():
     start = torch.tensor([0, 0, 5])
     real = torch.tensor([[False, True, False, True], [False] * 4, [False, True, True, True]])
     position, after = positions(start, 4, real)
-    assert position.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0], [5, 6, 7, 8]]
-    assert after.tolist() == [3, 0, 9]
+    assert position.tolist() == [[0, 0, 0, 1], [0, 0, 0, 0], [4, 5, 6, 7]]
+    assert after.tolist() == [2, 0, 8]
 
 
 def test_dropout_only_in_training():

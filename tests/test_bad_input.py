@@ -42,6 +42,8 @@ BAD_CALLS = {
     ),
     "causal with more queries": (qkv(q=(B, H, 9, D)), {"is_causal": True}, sq.InputError, "got 9 queries and 6 keys"),
     "causal as a number": (qkv(), {"is_causal": 1}, sq.InputError, "is_causal is True or False; got 1"),
+    "gqa as a word": (qkv(), {"enable_gqa": "no"}, sq.InputError, "enable_gqa is True or False; got 'no'"),
+    "sparse": ([qkv()[0].to_sparse(), *qkv()[1:]], {}, sq.InputError, "query must be a dense tensor"),
     "padding of ints": (
         qkv(),
         {"key_padding_mask": torch.ones(B, N)},
@@ -58,7 +60,7 @@ BAD_CALLS = {
         qkv(),
         {"key_padding_mask": torch.ones(B, N, dtype=torch.bool, device="meta")},
         sq.InputError,
-        "device of key, cpu; got meta",
+        "device of the keys, cpu; got meta",
     ),
     "mask of ints": (qkv(), {"attn_mask": torch.ones(N, N).int()}, sq.InputError, "attn_mask must be bool.*int32"),
     "mask of another float": (
@@ -167,6 +169,13 @@ BAD_MODULES = {
     "scale": (lambda: sq.Attention(8, 2, scale=math.inf), "scale must be a finite number"),
     "ids instead of tokens": (lambda: sq.Attention(8, 2)(torch.ones(1, 3, 8).long()), "x must be floating point.*Embed"),
     "width of x": (lambda: sq.Attention(8, 2)(torch.ones(1, 3, 7)), r"x must be \(batch, length, 8\); got shape \(1, 3, 7\)"),
+    "precision of x": (
+        lambda: sq.Attention(8, 2)(torch.ones(1, 3, 8).double()),
+        "precision of the layer, torch.float32; got torch.float64",
+    ),
+    "device of x": (lambda: sq.Attention(8, 2)(torch.ones(1, 3, 8, device="meta")), "device of the layer, cpu; got meta"),
+    "bias": (lambda: sq.Attention(8, 2, bias="no"), "bias is True or False; got 'no'"),
+    "rotary and another width": (lambda: sq.Attention(8, 2, rotary=1e4, source_dim=6), "source_dim must be dim; got 6 and 8"),
     "width of source": (lambda: sq.Attention(8, 2)(torch.ones(1, 3, 8), torch.ones(1, 3, 7)), "source must be"),
     "no source of another width": (
         lambda: sq.Attention(8, 2, source_dim=5)(torch.ones(1, 3, 8)),

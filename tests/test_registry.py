@@ -1,4 +1,6 @@
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
@@ -43,6 +45,7 @@ def test_records_are_complete_and_frozen(name):
     assert bool(info.state) == ("decode" in info.supports)
     assert set(info.refuses) <= set(NEEDS)
     assert name in reference._MECHANISMS
+    assert vars(pickle.loads(pickle.dumps(info))) == vars(copy.deepcopy(info)) == vars(info)
     with pytest.raises(dataclasses.FrozenInstanceError):
         info.name = "other"
     with pytest.raises(TypeError):

@@ -10,11 +10,11 @@ def call(method, x, state=None):
 
 
 def test_growing_appends_in_place_where_nobody_reads():
-    first = Growing(torch.zeros(1, 0, 3)).append(torch.ones(1, 4, 3))
-    second = first.append(torch.full((1, 2, 3), 2.0))
+    first = Growing(torch.zeros(1, 0, 3)).append(torch.ones(1, 4, 3), recorded=False)
+    second = first.append(torch.full((1, 2, 3), 2.0), recorded=False)
     assert second.rows.data_ptr() == first.rows.data_ptr()
     assert second.rows[0, :, 0].tolist() == [1, 1, 1, 1, 2, 2]
-    other = first.append(torch.full((1, 1, 3), 5.0))
+    other = first.append(torch.full((1, 1, 3), 5.0), recorded=False)
     assert other.rows.data_ptr() != first.rows.data_ptr()
     assert second.rows[0, :, 0].tolist() == [1, 1, 1, 1, 2, 2]
     assert other.rows[0, :, 0].tolist() == [1, 1, 1, 1, 5]
@@ -22,7 +22,7 @@ def test_growing_appends_in_place_where_nobody_reads():
 
 def test_growing_does_not_write_into_what_it_was_given():
     given = torch.zeros(1, 8, 3)
-    Growing(given.narrow(1, 0, 4)).append(torch.ones(1, 2, 3))
+    Growing(given.narrow(1, 0, 4)).append(torch.ones(1, 2, 3), recorded=False)
     assert (given == 0).all()
 
 
@@ -55,7 +55,9 @@ def test_appending_copies_seldom():
     assert moves < 15
 
 
-@pytest.mark.parametrize("index", [torch.tensor([0, 2]), torch.tensor([-1]), torch.tensor([0.0]), torch.tensor([[0]])])
+@pytest.mark.parametrize(
+    "index", [torch.tensor([0, 2]), torch.tensor([-1]), torch.tensor([0.0]), torch.tensor([[0]]), [1, 0], 1]
+)
 def test_reorder_refuses(index):
     _, state = call("linear", torch.randn(2, 1, 3, 4))
     with pytest.raises(sq.StateError, match="reorder takes"):
@@ -63,8 +65,36 @@ def test_reorder_refuses(index):
 
 
 def test_from_state_dict_refuses_what_is_not_one():
-    with pytest.raises(sq.StateError, match="a saved state has the entries"):
-        sq.State.from_state_dict({"method": "linear"})
+    _, state = call("linear", torch.randn(2, 1, 3, 4))
+    for saved in ({"method": "linear"}, None, {**state.state_dict(), "parts": {}}, {**state.state_dict(), "parts": None}):
+        with pytest.raises(sq.StateError, match="a saved state has the entries"):
+            sq.State.from_state_dict(saved)
+
+
+@pytest.mark.parametrize("device", ["nonsense", torch.float16, 1.5])
+def test_to_takes_only_a_device(device):
+    _, state = call("linear", torch.randn(2, 1, 3, 4))
+    with pytest.raises(sq.StateError, match="moves to a device"):
+        state.to(device)
+
+
+def test_decoding_with_gradients_of_the_query_alone():
+    q, k, v = torch.randn(3, 1, 1, 5, 8).unbind(0)
+    q.requires_grad_()
+    whole = torch.autograd.grad(sq.attention(q, k, v, is_causal=True).square().sum(), q)[0]
+    first, state = sq.attention(q[:, :, :4], k[:, :, :4], v[:, :, :4], is_causal=True, return_state=True)
+    last, _ = sq.attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], is_causal=True, state=state, return_state=True)
+    pieces = torch.autograd.grad(first.square().sum() + last.square().sum(), q)[0]
+    torch.testing.assert_close(pieces, whole)
+
+
+@pytest.mark.parametrize("method", ["softmax", "plain", "performer"])
+def test_another_scale_may_not_continue(method):
+    x = torch.randn(1, 1, 3, 4)
+    for first, second in ((0.1, 2.0), (None, 2.0), (2.0, None)):
+        _, state = sq.attention(x, x, x, method, is_causal=True, scale=first, return_state=True)
+        with pytest.raises(sq.StateError, match="with the method that made it"):
+            sq.attention(x, x, x, method, is_causal=True, scale=second, state=state)
 
 
 def test_detach():

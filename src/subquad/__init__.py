@@ -3,7 +3,6 @@
 from subquad.api import Attention, Mechanism, attention
 from subquad.errors import (
     InputError,
-    MissingDependencyError,
     OptionError,
     StateError,
     SubquadError,
@@ -25,7 +24,6 @@ __all__ = [
     "InputError",
     "Linear",
     "Mechanism",
-    "MissingDependencyError",
     "OptionError",
     "Performer",
     "Plain",

@@ -53,12 +53,14 @@ def attention(
         return_state: return `(output, state)`.
 
     Returns:
-        (B, H, N, Dv), zero for queries that may attend to nothing; or `(output, state)`.
+        (B, H, N, Dv), zero for queries that may attend to nothing; or `(output, state)`. The precision is that of the inputs,
+        under autocast too, and sums are kept in float32 at least.
 
     Raises:
         SubquadError: the inputs do not fit together, or the mechanism cannot do what is asked.
     """
     config = resolve(method)
+    checks.flag("enable_gqa", enable_gqa)
     checks.tensors(query, key, value, enable_gqa=enable_gqa)
     sizes = query.shape[1], key.shape[1], query.shape[3]
     call = Call(
@@ -97,8 +99,12 @@ class Mechanism(nn.Module):
         self.spec = Spec(heads, kv_heads, head_dim, dim)
         for name, parameter in self.config.parameters(self.spec).items():
             self.register_parameter(name, nn.Parameter(parameter))
+        default = torch.empty(0)  # its device and dtype are the current defaults
         for name, buffer in self.config.buffers(self.spec).items():
-            self.register_buffer(name, buffer.to(torch.get_default_dtype()))
+            self.register_buffer(name, buffer.to(default))
+        if self.config.info.random:
+            self.register_buffer("seed", torch.tensor(self.config.seed))  # type: ignore[attr-defined]
+            self.register_load_state_dict_post_hook(_take_seed)  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -144,13 +150,25 @@ class Mechanism(nn.Module):
         """Draw the random buffers anew, from `seed`. A decode state from before no longer fits."""
         if not self.config.info.random:
             raise OptionError(f"{self.config.info.name} draws nothing at random, so there is nothing to redraw.")
-        self.config = replace(self.config, seed=seed)  # type: ignore[type-var]
+        self.config = _reseeded(self.config, seed)
         for name, drawn in self.config.buffers(self.spec).items():
             self.get_buffer(name).copy_(drawn)
+        self.get_buffer("seed").fill_(seed)
 
     def extra_repr(self) -> str:
         sizes = f"heads={self.spec.heads}, kv_heads={self.spec.kv_heads}, head_dim={self.spec.head_dim}"
         return f"{self.config}, {sizes}"
+
+
+def _take_seed(mechanism: Mechanism, _: object) -> None:
+    """After weights were loaded: the draw is theirs, so the config's seed is too."""
+    seed = mechanism.get_buffer("seed")
+    if not seed.is_meta:
+        mechanism.config = _reseeded(mechanism.config, int(seed))
+
+
+def _reseeded(config: Config, seed: int) -> Config:
+    return replace(config, seed=seed)  # type: ignore[type-var]
 
 
 class Attention(nn.Module):
@@ -197,6 +215,9 @@ class Attention(nn.Module):
         asked = {"dropout_p": dropout > 0, "scale": scale is not None}
         require(self.mechanism.config, [need for need, is_asked in asked.items() if is_asked])
         checks.rotary(rotary, head_dim)
+        if rotary is not None and source_dim != dim:
+            raise InputError(f"rotary positions need self-attention, so source_dim must be dim; got {source_dim} and {dim}.")
+        checks.flag("bias", bias)
         self.dropout = dropout
         self.rotary = None if rotary is None else float(rotary)
         self.scale = scale
@@ -222,13 +243,16 @@ class Attention(nn.Module):
         The other arguments, and the result, are those of `attention`; `key_padding_mask` is about the source.
         """
         source = self._check_tokens(x, source)
+        if key_padding_mask is not None:
+            checks.padding(key_padding_mask, (source.shape[0], source.shape[1]), source.device)
+            real = source.masked_fill(~key_padding_mask.unsqueeze(-1), 0)  # a NaN in a pad would reach the weights' gradients
+            x, source = (real if x is source else x), real
         spec = self.mechanism.spec
         q = self.q_proj(x).unflatten(-1, (spec.heads, -1)).transpose(1, 2)  # (B, H, N, D)
         k = self.k_proj(source).unflatten(-1, (spec.kv_heads, -1)).transpose(1, 2)  # (B, K, M, D)
         v = self.v_proj(source).unflatten(-1, (spec.kv_heads, -1)).transpose(1, 2)
         after = None
         if self.rotary is not None:
-            checks.padding(key_padding_mask, k)
             state, start = self._take_position(state, x)
             position, after = positions(start, x.shape[1], key_padding_mask)
             q, k = rotate(q, position, self.rotary), rotate(k, position, self.rotary)
@@ -253,7 +277,7 @@ class Attention(nn.Module):
 
     @property
     def _method(self) -> str:
-        return f"{self.mechanism.config} with rotary={self.rotary}"
+        return f"{_described(self.mechanism.config, self.scale)} with rotary={self.rotary}"
 
     def _take_position(self, state: State | None, x: Tensor) -> tuple[State | None, Tensor]:
         """The mechanism's own part of the state, and the position that each row has reached."""
@@ -263,14 +287,17 @@ class Attention(nn.Module):
         parts = dict(state.parts)
         start = parts.pop("position")
         assert isinstance(start, Tensor)
-        return replace(state, method=repr(self.mechanism.config), parts=parts), start
+        return replace(state, method=_described(self.mechanism.config, self.scale), parts=parts), start
+
+    def extra_repr(self) -> str:
+        return f"rotary={self.rotary}, dropout={self.dropout}, scale={self.scale}"
 
     def _check_tokens(self, x: Tensor, source: Tensor | None) -> Tensor:
-        checks.tokens("x", x, self.q_proj.in_features)
+        checks.tokens("x", x, self.q_proj.in_features, self.q_proj.weight)
         if source is None:
             checks.tokens("x, without a source,", x, self.k_proj.in_features)
             return x
-        checks.tokens("source", source, self.k_proj.in_features)
+        checks.tokens("source", source, self.k_proj.in_features, self.q_proj.weight)
         if self.rotary is not None:
             raise InputError(
                 "rotary positions relate tokens of one sequence, so they need self-attention; got a source. "
@@ -282,15 +309,16 @@ class Attention(nn.Module):
 def _run(config: Config, call: Call, *needs: str) -> Any:
     checks.call(call)
     require(config, (*call.needs, *needs))
+    method = _described(config, call.scale)
     if call.state is not None:
-        checks.state(call.state, repr(config), call.key, call.value)
+        checks.state(call.state, method, call.key, call.value)
     with _without_autocast(call.query.device):
         out, parts = config.run(call)
     if not call.return_state:
         return out
     assert parts is not None
     return out, State(
-        method=repr(config),
+        method=method,
         kv_heads=call.key.shape[1],
         head_dim=call.key.shape[3],
         value_dim=call.value.shape[3],
@@ -317,8 +345,14 @@ def _drawn(
     return draw(config, Spec(heads, kv_heads, head_dim), device, dtype)
 
 
-# What torch.compiler.assume_constant_result sets, without its import of the compiler: a traced call takes the draw as it is.
+def _described(config: Config, scale: float | None) -> str:
+    """What a state belongs to: another mechanism, draw or scale may not continue it."""
+    return repr(config) if scale is None else f"{config!r} with scale={scale}"
+
+
+# What torch.compiler.assume_constant_result sets, without its import of the compiler: a traced call takes the result as it is.
 _drawn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_described._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=64)

@@ -25,6 +25,8 @@ def tensors(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> N
                 f"{name} must have 4 dimensions (batch, heads, length, channels); got shape {tuple(x.shape)}. "
                 "Use unsqueeze for a missing batch or head, unflatten and transpose(1, 2) for heads inside the channels."
             )
+        if x.layout != torch.strided or x.is_nested:
+            raise InputError(f"{name} must be a dense tensor; got a sparse or nested one. Use to_dense or to_padded_tensor.")
         if x.dtype not in _DTYPES:
             raise InputError(
                 f"{name} must be float16, bfloat16, float32 or float64; got {x.dtype}. Convert it, for example with .float()."
@@ -75,9 +77,8 @@ def divides(heads: int, kv_heads: int) -> None:
 
 def call(call: Call) -> None:
     """Everything else in a call, except whether its state fits."""
-    for name in ("is_causal", "return_state"):
-        if not isinstance(getattr(call, name), bool):
-            raise InputError(f"{name} is True or False; got {getattr(call, name)!r}.")
+    flag("is_causal", call.is_causal)
+    flag("return_state", call.return_state)
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.is_causal and queries != keys:
         raise InputError(
@@ -86,7 +87,7 @@ def call(call: Call) -> None:
         )
     if not call.is_causal and (call.state is not None or call.return_state):
         raise InputError("a decode state follows a causal sequence; got is_causal=False. Pass is_causal=True.")
-    padding(call.key_padding_mask, call.key)
+    padding(call.key_padding_mask, (call.key.shape[0], keys), call.key.device)
     if call.state is not None and not isinstance(call.state, State):
         raise StateError(f"state must be what an earlier call returned, or None; got {type(call.state).__name__}.")
     attn_mask(call.attn_mask, call.query, call.seen + keys)
@@ -94,10 +95,14 @@ def call(call: Call) -> None:
     dropout(call.dropout_p)
 
 
-def padding(mask: Tensor | None, key: Tensor) -> None:
+def flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is True or False; got {value!r}.")
+
+
+def padding(mask: Tensor | None, expected: tuple[int, int], device: torch.device) -> None:
     if mask is None:
         return
-    expected = (key.shape[0], key.shape[2])
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(
@@ -106,8 +111,8 @@ def padding(mask: Tensor | None, key: Tensor) -> None:
         )
     if tuple(mask.shape) != expected:
         raise InputError(f"key_padding_mask must be (batch, keys) = {expected}; got {tuple(mask.shape)}.")
-    if mask.device != key.device:
-        raise InputError(f"key_padding_mask must be on the device of key, {key.device}; got {mask.device}.")
+    if mask.device != device:
+        raise InputError(f"key_padding_mask must be on the device of the keys, {device}; got {mask.device}.")
 
 
 def attn_mask(mask: Tensor | None, query: Tensor, keys: int) -> None:
@@ -129,12 +134,12 @@ def attn_mask(mask: Tensor | None, query: Tensor, keys: int) -> None:
 def scale(value: float | None) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InputError(f"scale must be a finite number, or None for the mechanism's own; got {value!r}.")
 
 
 def dropout(p: float) -> None:
-    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p < 1:
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
         raise InputError(f"dropout must be a probability from 0 to below 1; got {p!r}.")
 
 
@@ -146,7 +151,10 @@ def state(state: State, method: str, key: Tensor, value: Tensor) -> None:
     if held != came:
         words = ("kv_heads", "head_dim", "value_dim", "dtype")
         differ = [f"{w}: {h} in the state, {c} here" for w, h, c in zip(words, held, came, strict=True) if h != c]
-        raise StateError(f"a state continues with the sizes it has; {'; '.join(differ)}. Start a new one with state=None.")
+        raise StateError(
+            f"a state continues with the sizes and the precision it has; {'; '.join(differ)}. "
+            "Give it the same again, or start a new one with state=None."
+        )
 
 
 def continues(state: State, method: str, x: Tensor) -> None:
@@ -169,12 +177,20 @@ def continues(state: State, method: str, x: Tensor) -> None:
         )
 
 
-def tokens(name: str, x: Tensor, width: int) -> None:
+def tokens(name: str, x: Tensor, width: int, weight: Tensor | None = None) -> None:
+    """(B, length, width); with `weight`, on its device and in its precision, unless autocast sees to that."""
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != width:
         came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"{name} must be (batch, length, {width}); got {came}.")
     if not x.is_floating_point():
         raise InputError(f"{name} must be floating point; got {x.dtype}. Embed integer ids first.")
+    if weight is None or not weight.is_floating_point():
+        return
+    if x.device != weight.device:
+        raise InputError(f"{name} must be on the device of the layer, {weight.device}; got {x.device}. Move one of them.")
+    cast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+    if x.dtype != weight.dtype and not cast:
+        raise InputError(f"{name} must have the precision of the layer, {weight.dtype}; got {x.dtype}. Convert one of them.")
 
 
 def hidden(hidden: Tensor | None, key: Tensor, dim: int | None, method: str) -> None:
@@ -196,7 +212,7 @@ def hidden(hidden: Tensor | None, key: Tensor, dim: int | None, method: str) -> 
 def rotary(base: float | None, head_dim: int) -> None:
     if base is None:
         return
-    if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < math.inf:
+    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 1 < base < math.inf:
         raise InputError(f"rotary is the base of the angles, a number above 1 such as 10000.0, or None; got {base!r}.")
     if head_dim % 2:
         raise InputError(f"rotary positions turn pairs of channels, so head_dim must be even; got {head_dim}.")

@@ -30,10 +30,6 @@ class StateError(SubquadError, ValueError):
     """A decode state that belongs to another method, shape or precision."""
 
 
-class MissingDependencyError(SubquadError, ImportError):
-    """An optional part that is not installed."""
-
-
 def closest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'a' or 'b'?` for the names nearest to `word`; a full stop if none is near."""
     near = get_close_matches(word, list(known), n=3, cutoff=0.5)

@@ -58,6 +58,7 @@ def require(method: Config, needs: Iterable[str]) -> None:
         return
     lines = "".join(f"\n  - {NEEDS[need]}: {reason}." for need, reason in reasons.items())
     able = [name for name, config in _DEFAULTS.items() if not config.reasons(needs)]
+    able = [f"{name} with its default options" if name == method.info.name else name for name in able]
     instead = f"These can: {', '.join(able)}." if able else "No mechanism can do all of that together."
     raise UnsupportedError(f"{method.info.name} cannot do this:{lines}\n{instead}")
 

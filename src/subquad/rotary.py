@@ -25,11 +25,9 @@ def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
 
 
 def positions(start: Tensor, length: int, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Positions (B, N) of the next tokens, counted from each row's first real one, and `start` (B,) for those after them."""
+    """Positions (B, N) of the next tokens, which count each row's real tokens, and `start` (B,) for those after them."""
     if key_padding_mask is None:
         steps = torch.arange(length, device=start.device)
         return start[:, None] + steps, start + length
-    begun = (key_padding_mask.cumsum(1) > 0) | (start[:, None] > 0)
-    counted = start[:, None] + begun.cumsum(1)
-    after = counted[:, -1] if length else start
-    return (counted - 1).clamp(min=0), after
+    counted = start[:, None] + key_padding_mask.cumsum(1)
+    return (counted - 1).clamp(min=0), start + key_padding_mask.sum(1)

@@ -7,7 +7,7 @@ going on from an earlier state, and a refused call changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,9 +35,10 @@ class Growing:
     def nbytes(self) -> int:
         return self._buffer.rows.nbytes
 
-    def append(self, new: Tensor) -> Growing:
+    def append(self, new: Tensor, *, recorded: bool) -> Growing:
+        """These rows and `new`. Where a graph is `recorded`, it may have saved them: then nothing is written in place."""
         old = self.rows
-        if torch.is_grad_enabled() and (new.requires_grad or old.requires_grad):
+        if recorded or torch.compiler.is_compiling():
             return Growing(torch.cat([old, new], dim=-2))
         length = self.length + new.shape[-2]
         grown = Growing.__new__(Growing)
@@ -83,7 +84,7 @@ class State:
     value_dim: int
     dtype: torch.dtype
     length: int
-    parts: Parts
+    parts: Parts = field(repr=False)
 
     @property
     def batch(self) -> int:
@@ -108,12 +109,17 @@ class State:
 
     def to(self, device: torch.device | str) -> State:
         """This state on another device."""
-        return self._map(lambda part: part.to(device))
+        try:
+            target = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise StateError(f"a state moves to a device such as 'cpu' or 'cuda:0'; got {device!r}.") from error
+        return self._map(lambda part: part.to(target))
 
     def reorder(self, index: Tensor) -> State:
         """The batch rows named by `index` (any length, repeats allowed), as beam search needs."""
-        if index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
-            raise StateError(f"reorder takes a 1-D integer index of batch rows; got {tuple(index.shape)} {index.dtype}.")
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
+            came = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(index)
+            raise StateError(f"reorder takes a tensor, 1-D and integer, that names batch rows; got {came}.")
         if index.numel() and not bool((index >= 0).all() & (index < self.batch).all()):
             raise StateError(
                 f"reorder takes rows 0 to {self.batch - 1}, since the state has batch {self.batch}; got {index.tolist()}."
@@ -128,9 +134,12 @@ class State:
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Any]) -> State:
         """The state that `state_dict` wrote."""
-        if set(saved) != {*_PLAIN, "parts"}:
+        parts = saved.get("parts") if isinstance(saved, Mapping) else None
+        whole = isinstance(parts, Mapping) and parts and all(isinstance(part, Tensor) for part in parts.values())
+        if not whole or set(saved) != {*_PLAIN, "parts"}:
+            came = ", ".join(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
             raise StateError(
-                f"a saved state has the entries {', '.join([*_PLAIN, 'parts'])}; got {', '.join(map(str, saved))}. "
+                f"a saved state has the entries {', '.join(_PLAIN)}, and its tensors as parts; got {came}. "
                 "Pass what State.state_dict() returned."
             )
         return cls(**{**saved, "parts": dict(saved["parts"])})

@@ -35,6 +35,15 @@ def test_changing_the_future_changes_nothing_before(case, size, grad):
 
 @every_case
 @torch.no_grad()
+def test_a_nan_in_a_later_key_stays_there(case):
+    case.skip_unless(is_causal=True)
+    x = inputs(100)
+    x.key[:, :, 50] = torch.nan
+    assert case.run(x, is_causal=True)[:, :, :50].isfinite().all()
+
+
+@every_case
+@torch.no_grad()
 def test_removing_the_future_changes_nothing_before(case):
     case.skip_unless(is_causal=True)
     x = inputs(200)

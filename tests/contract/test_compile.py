@@ -85,6 +85,13 @@ def test_meta_device(case):
 
 
 @every_case
+def test_built_on_the_default_device(case):
+    with torch.device("meta"):
+        module = case.config.build(heads=3, head_dim=5, dim=11)
+    assert {t.device.type for t in module.state_dict().values()} <= {"meta"}
+
+
+@every_case
 @torch.no_grad()
 def test_fake_tensors_neither_use_nor_leave_a_draw(case):
     case.skip_unless(functional=True)
@@ -100,3 +107,41 @@ def test_fake_tensors_neither_use_nor_leave_a_draw(case):
             fake = run(*(torch.empty(t.shape, dtype=t.dtype) for t in (real.query, real.key, real.value)), config)
             assert fake.shape == expected.shape
         assert run(real.query, real.key, real.value, config).isfinite().all()
+
+
+@every_default
+@torch.no_grad()
+def test_compiled_decoding(case):
+    """Pieces of two lengths: one graph for the prompt, one for its continuation by the same length."""
+    case.skip_unless(decode=True)
+    x, module = inputs(70), case.build()
+    hidden = (lambda t: {"hidden": t}) if case.config.reads_tokens else (lambda _: {})
+
+    def step(query, key, value, tokens, state):
+        return module(query, key, value, is_causal=True, state=state, return_state=True, **hidden(tokens))
+
+    torch._dynamo.reset()
+    run, state, outs = torch.compile(step, fullgraph=True, backend="eager"), None, []
+    for piece in (x.tokens(0, 68), x.tokens(68, 69), x.tokens(69, 70)):
+        out, state = run(*piece, state)
+        outs.append(out)
+    assert_close(torch.cat(outs, dim=2), case.run(x, is_causal=True))
+
+
+@every_default
+@torch.no_grad()
+def test_any_length_under_dynamic_shapes(case):
+    if case.info.graph_breaks:
+        pytest.skip(case.info.graph_breaks)
+    for is_causal in case.directions:
+        torch._dynamo.reset()
+        module = case.build()
+        hidden = (lambda t: {"hidden": t}) if case.config.reads_tokens else (lambda _: {})
+
+        def run(query, key, value, tokens, module=module, is_causal=is_causal, hidden=hidden):
+            return module(query, key, value, is_causal=is_causal, **hidden(tokens))
+
+        compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="eager")
+        for length in (70, 33, 1):
+            x = inputs(length)
+            assert_close(compiled(*x), case.run(x, is_causal=is_causal))

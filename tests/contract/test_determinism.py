@@ -38,7 +38,8 @@ def test_function_equals_module(case):
 def test_buffers_are_saved_and_kept(case):
     module = build(case.config)
     before = {name: t.clone() for name, t in module.state_dict().items()}
-    assert set(before) == set(case.config.buffers(module.spec)) | set(case.config.parameters(module.spec))
+    drawn = set(case.config.buffers(module.spec))
+    assert set(before) == drawn | set(case.config.parameters(module.spec)) | ({"seed"} if drawn else set())
     assert bool(case.config.buffers(module.spec)) == bool(case.info.random)
     module.train()
     for is_causal in case.directions:
@@ -58,6 +59,7 @@ def test_state_dict_carries_the_draw(case):
     assert not torch.equal(case.run(x, target, is_causal=is_causal), expected)
     target.load_state_dict(source.state_dict())
     assert torch.equal(case.run(x, target, is_causal=is_causal), expected)
+    assert target.config == source.config
 
 
 @every_case
@@ -70,7 +72,7 @@ def test_redraw(case):
         return
     before = {name: t.clone() for name, t in module.named_buffers()}
     module.redraw(3)
-    fresh = dataclasses.replace(case.config, seed=3).buffers(module.spec)
+    fresh = {**dataclasses.replace(case.config, seed=3).buffers(module.spec), "seed": torch.tensor(3)}
     for name, t in module.named_buffers():
         assert not torch.equal(t, before[name])
         assert torch.equal(t, fresh[name])
@@ -86,3 +88,8 @@ def test_redraw_ends_old_states(case):
     module.redraw(4)
     with pytest.raises(sq.StateError, match="method that made it"):
         case.run(inputs(5), module, is_causal=True, state=state)
+    _, state = case.run(inputs(5), module, is_causal=True, return_state=True)
+    loaded = build(case.config)
+    loaded.load_state_dict(module.state_dict())
+    expected = case.run(inputs(5), module, is_causal=True, state=state)
+    assert torch.equal(case.run(inputs(5), loaded, is_causal=True, state=state), expected)

@@ -42,7 +42,7 @@ def test_scale_equals_reference(case):
 
 
 @every_case
-@pytest.mark.parametrize("shape", [(70, 70), (1, 70), (70, 1), (1, 1, 70, 70), (2, 1, 70, 70), (2, 3, 1, 70)])
+@pytest.mark.parametrize("shape", [(), (70,), (70, 70), (1, 70), (70, 1), (1, 1, 70, 70), (2, 1, 70, 70), (2, 3, 1, 70)])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @torch.no_grad()
 def test_attn_mask_equals_reference(case, shape, kind):

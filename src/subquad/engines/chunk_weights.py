@@ -83,7 +83,7 @@ class _ByPair(Weights):
     within: Tensor  # (B, K, c, C, C), or its last row (B, K, c, 1, C) where only that matters
 
     def scores(self, fq: Tensor) -> Tensor:
-        return _products(fq, self.f) * self.within.unsqueeze(3)
+        return (_products(fq, self.f) * self.within.unsqueeze(3)).tril_()  # 0 times a NaN of the future would be NaN
 
     def sums(self, value: Tensor) -> Tensor:
         return self.f.mT @ (value * self.within[..., -1, :].unsqueeze(-1))
@@ -178,10 +178,13 @@ def _tops(b: Tensor, level: Tensor) -> Tensor:
 
 def _rises_gently(b: Tensor, tops: Tensor, level: Tensor) -> bool:
     """Whether no channel rises so far inside a chunk that its earlier keys would vanish. False where that can't be read."""
-    if torch.compiler.is_compiling() or type(b.data) is not Tensor or b.is_meta or not b.numel():
+    if torch.compiler.is_compiling() or not b.numel():
         return False
     first = torch.maximum(_before(tops, level)[0], b.detach()[..., :1, :])  # the level at the chunk's first token
-    return bool((tops - first).max() <= _SAFE_RISE)
+    try:
+        return bool((tops - first).max() <= _SAFE_RISE)
+    except RuntimeError:  # meta and fake tensors, vmap: no value to look at
+        return False
 
 
 def _before(ends: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,18 +29,21 @@ def attend(
     """`softmax(scale q k^T + mask) v` over the past keys and these; the state is the keys and values themselves."""
     key, value = zero_pads(key, key_padding_mask), zero_pads(value, key_padding_mask)
     state: Parts = {}
+    seen = 0
     if past is not None or return_state:
         past, new = past or {}, key
-        key = _grow(state, past, "key", key)
-        value = _grow(state, past, "value", value)
-        key_padding_mask = _grow_mask(state, past, key.shape[-2] - new.shape[-2], new, key_padding_mask)
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        key = _grow(state, past, "key", key, recorded)
+        value = _grow(state, past, "value", value, recorded)
+        seen = key.shape[-2] - new.shape[-2]
+        key_padding_mask = _grow_mask(state, past, seen, new, key_padding_mask)
 
-    mask = attn_mask
+    mask = attn_mask if attn_mask is None else attn_mask.reshape(*[1] * (4 - attn_mask.dim()), *attn_mask.shape)
     if key_padding_mask is not None:
         mask = _both(mask, key_padding_mask[:, None, None, :])  # (B, 1, 1, M)
     queries, keys = query.shape[-2], key.shape[-2]
     # SDPA's is_causal aligns the first query with the first key: wrong once there is a past. A single query sees all.
-    aligned = is_causal and mask is None and queries == keys
+    aligned = is_causal and mask is None and seen == 0
     if is_causal and not aligned and queries > 1:
         mask = _both(mask, causal(queries, keys, query.device))
     if scale is not None and scale <= 0:
@@ -72,10 +75,10 @@ def _both(mask: Tensor | None, allowed: Tensor) -> Tensor:
     return torch.where(allowed, mask, float("-inf"))
 
 
-def _grow(state: Parts, past: Parts, name: str, new: Tensor) -> Tensor:
+def _grow(state: Parts, past: Parts, name: str, new: Tensor, recorded: bool = False) -> Tensor:
     """All rows so far: those of the past and `new`, which join the state under `name`."""
     old = past.get(name, new[..., :0, :])
-    grown = (Growing(old) if isinstance(old, Tensor) else old).append(new)
+    grown = (Growing(old) if isinstance(old, Tensor) else old).append(new, recorded=recorded)
     state[name] = grown
     return grown.rows
 

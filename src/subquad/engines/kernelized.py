@@ -56,10 +56,11 @@ class Kernel:
             normalizer "channel", f is None for 1, and b is (B, K, n, m).
         features: m.
         normalizer: "sum" divides by phi(q) . z; "signed" likewise, its magnitude held above `floor`, for maps with negative
-            features; "mean" divides by the number of keys; "channel" divides every feature of the query by its own z.
+            features; "mean" divides by the number of keys; "channel" divides every feature of the query by its own z;
+            "none" divides by nothing.
         floor: see "signed".
         log_gate: (B, K, M), log g: `S <- g S + (1 - g) phi(k) v^T` at every token. Causal only.
-        learned: what the maps take gradients into, besides query and key.
+        weights: what else the maps read, and may take gradients into.
     """
 
     query: Callable[[Tensor], Tensor]
@@ -68,7 +69,7 @@ class Kernel:
     normalizer: Normalizer = "sum"
     floor: float = 0.0
     log_gate: Tensor | None = None
-    learned: tuple[Tensor, ...] = ()
+    weights: tuple[Tensor, ...] = ()
 
     @property
     def has_ones(self) -> bool:
@@ -91,7 +92,7 @@ def attend(
     sums: Sums = dict(past or {})  # type: ignore[arg-type]
     source = _Source(key, value, key_padding_mask, kernel.log_gate)
     walk = _causal if is_causal else _bidirectional
-    if _whole(query, key, value, kernel.log_gate, *kernel.learned):
+    if _whole(query, key, value, kernel.log_gate, *kernel.weights):
         pieces = walk(query, source, kernel, sums, max(query.shape[2], key.shape[2], 1))
         out = torch.cat(list(pieces), dim=2).to(query.dtype)
     else:
@@ -157,7 +158,7 @@ def _map_keys(source: _Source, kernel: Kernel) -> _Keys:
         return _Keys(f, b, value, gate, None)
     real = source.mask[:, None, :, None]
     if b is not None:
-        b = b.masked_fill(~real, 2 * lowest(b))  # below the level of empty sums: its weight is 0
+        b = b.masked_fill(~real, lowest(b))  # below every real key; until one comes, sums of zero values
     elif f is not None:
         f = f * real
     gate = gate.masked_fill(~real, 0.0) if gate is not None else None
@@ -201,7 +202,7 @@ def _causal_piece(query: Tensor, keys: _Keys, kernel: Kernel, sums: Sums) -> Ten
     if not sums:
         sums |= _nothing(keys, kernel)
     if query.shape[2] == 0:
-        return query.new_empty(*query.shape[:3], keys.value.shape[-1] - kernel.has_ones)
+        return query[..., :1].expand(*query.shape[:3], keys.value.shape[-1] - kernel.has_ones)
     weights = keys.weights(min(CHUNK, query.shape[2]), sums.get("level"), causal=True)
     value = keys.value.unflatten(2, (-1, weights.chunk))  # (B, K, c, C, Dv + 1)
     grouped = query.unflatten(2, (-1, weights.chunk)).unflatten(1, (value.shape[1], -1)).transpose(2, 3)  # (B, K, c, G, C, D)
@@ -265,9 +266,13 @@ def _nonzero(total: Tensor) -> Tensor:
     return total.masked_fill(total == 0, 1.0)
 
 
+def wide(x: Tensor) -> torch.dtype:
+    """The precision to compute in: sums are kept in float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _widen(x: Tensor) -> Tensor:
-    """Sums are kept in float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(wide(x))
 
 
 def _whole(*tensors: Tensor | None) -> bool:

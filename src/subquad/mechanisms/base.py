@@ -35,7 +35,7 @@ NEEDS: Mapping[str, str] = MappingProxyType(
 _IMPLIED = {"decode": "is_causal", "cross": "bidirectional"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Info:
     """The facts of one mechanism. The command line, the documents and the tests read them from here.
 
@@ -71,10 +71,17 @@ class Info:
     def __post_init__(self) -> None:
         object.__setattr__(self, "refuses", MappingProxyType(dict(self.refuses)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _info, ({**vars(self), "refuses": dict(self.refuses)},)
+
     @property
     def supports(self) -> tuple[str, ...]:
         """The needs it meets, with default options."""
         return tuple(need for need in NEEDS if need not in self.refuses)
+
+
+def _info(facts: dict[str, Any]) -> Info:
+    return Info(**facts)
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,7 @@ class Config(ABC):
     def _require_positive(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 self._refuse(name, "is a finite number above 0")
 
     def _refuse(self, name: str, rule: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from subquad.engines import kernelized
@@ -46,8 +45,3 @@ class Kernelized(Config):
             past=call.past,
             return_state=call.return_state,
         )
-
-
-def widened(x: Tensor) -> torch.dtype:
-    """The precision the engine computes in."""
-    return torch.promote_types(x.dtype, torch.float32)

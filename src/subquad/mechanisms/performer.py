@@ -14,7 +14,8 @@ with m draws of w and, by `kind`,
 Choromanski et al., 2021; favor++: Likhosherstov et al., 2022. O((N + M) m D) time, an (m, Dv) state.
 
 Every key has its own largest exponent b_j, and the engine keeps its sums relative to the largest b_j so far. Subtracting one
-maximum of the whole sequence, as is often done, would let later keys change earlier outputs.
+maximum of the whole sequence, as is often done, would let later keys change earlier outputs. For inputs so large that all
+products of features leave the number range, the estimate has no digits, and the output is 0.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from subquad.engines.kernelized import Kernel
+from subquad.engines.kernelized import Kernel, wide
 from subquad.errors import InputError
 from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.kernelized import STATE, Kernelized, refuses, widened
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 from subquad.mechanisms.random_features import gaussian, orthogonal
 
 Kind = Literal["positive", "hyperbolic", "trig", "relu", "favor++"]
@@ -41,8 +42,8 @@ INFO = Info(
     engine="kernelized",
     idea="positive orthogonal random features whose products estimate the softmax kernel without bias",
     paper="Choromanski et al., 2021, Rethinking Attention with Performers, arXiv:2009.14794",
-    time="O((N + M) m D)",
-    memory="O(m D)",
+    time=TIME,
+    memory=MEMORY,
     state=STATE,
     random="the m feature directions",
     refuses=refuses(),
@@ -106,7 +107,7 @@ class Performer(Kernelized):
         return {"projection": gaussian(self.features, spec.head_dim, self.seed)}
 
     def kernel(self, call: Call) -> Kernel:
-        w = call.weights["projection"].to(widened(call.query))  # (m, D)
+        w = call.weights["projection"].to(wide(call.query))  # (m, D)
         scale = call.key.shape[-1] ** -0.5 if call.scale is None else call.scale
         if scale <= 0:
             raise InputError(f"performer takes the square root of scale, so scale must be above 0; got {scale}.")
@@ -119,7 +120,7 @@ class Performer(Kernelized):
             query=lambda x: exponentiate(exponents(x, w, self.kind, scale, a), self.kind)[0],
             key=lambda x: features(x, w, self.kind, scale, a),
             features=self.features * (2 if self.kind in ("hyperbolic", "trig") else 1),
-            learned=(w,),
+            weights=(w,),
         )
 
 
@@ -162,8 +163,8 @@ def measure_p(query: Tensor, key: Tensor, *, scale: float | None = None) -> Tens
     """
     dim = key.shape[-1]
     if not query.numel() or not key.numel():
-        return query.new_zeros(query.shape[0], 1, 1, 1, dtype=widened(query))
-    x, y = (t.to(widened(t)).unflatten(1, (key.shape[1], -1)) for t in (query, key))  # (B, K, G or 1, n, D)
+        return query.new_zeros(query.shape[0], 1, 1, 1, dtype=wide(query))
+    x, y = (t.to(wide(t)).unflatten(1, (key.shape[1], -1)) for t in (query, key))  # (B, K, G or 1, n, D)
     squares = (t.square().sum(-1).mean((1, 2, 3)) for t in (x, y))
     cross = (x.mean(3) * y.mean(3)).sum(-1).mean((1, 2))
     scale = dim**-0.5 if scale is None else scale

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines.kernelized import Kernel
+from subquad.engines.kernelized import Kernel, wide
 from subquad.errors import OptionError
 from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.kernelized import STATE, Kernelized, refuses, widened
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 from subquad.mechanisms.random_features import gaussian
 from subquad.mechanisms.taylor import unit
 
@@ -31,8 +31,8 @@ INFO = Info(
     engine="kernelized",
     idea="random sines and cosines of unit vectors, their width learned, with a gate that forgets",
     paper="Peng et al., 2021, Random Feature Attention, arXiv:2103.02143",
-    time="O((N + M) m D)",
-    memory="O(m D)",
+    time=TIME,
+    memory=MEMORY,
     state=STATE,
     parameters="sigma; with gated=True the gate",
     random="the m feature directions",
@@ -93,7 +93,7 @@ class RFA(Kernelized):
         return learned
 
     def kernel(self, call: Call) -> Kernel:
-        dtype = widened(call.query)
+        dtype = wide(call.query)
         sigma = call.weights["sigma"].to(dtype)
         w = call.weights["projection"].to(dtype) * sigma.unsqueeze(1)  # (K, m, D)
 
@@ -109,13 +109,13 @@ class RFA(Kernelized):
             normalizer="signed",
             floor=self.floor,
             log_gate=gate,
-            learned=(w,),
+            weights=(w,),
         )
 
     def _log_gate(self, call: Call) -> Tensor:
         """log g_t of every key-value head: (B, K, M)."""
         assert call.hidden is not None
-        dtype = widened(call.query)
+        dtype = wide(call.query)
         x = call.hidden.to(dtype)
         if call.key_padding_mask is not None:
             x = x.masked_fill(~call.key_padding_mask.unsqueeze(-1), 0)

@@ -2,11 +2,13 @@
 
     o_i = sum_j (1 + q^_i . k^_j) v_j / sum_j (1 + q^_i . k^_j),    x^ = x / |x|
 
-that is phi(x) = [1, x^]. Li et al., 2020. O((N + M) D Dv) time. All weights are at least 0; a zero vector has x^ = 0.
+that is phi(x) = [1, x^]. Li et al., 2020. O((N + M) D Dv) time. All weights are at least 0; a zero vector has x^ = 0. Where a
+query points against all its keys, all weights are near 0 and the quotient keeps few digits.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,5 +47,8 @@ def _phi(x: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """x / |x|; a zero vector stays zero, with zero gradient."""
+    # The largest entry first, or squares of very small and very large ones would leave the number range.
+    largest = torch.linalg.vector_norm(x.detach(), ord=math.inf, dim=-1, keepdim=True)
+    x = x / largest.masked_fill(largest == 0, 1.0)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / norm.masked_fill(norm == 0, 1.0)
