@@ -93,6 +93,7 @@ class Case:
 def _build(config, heads, kv_heads, dtype):
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype if dtype.itemsize > 2 else torch.float32)
+    torch.manual_seed(0)
     try:
         module = config.build(heads=heads, kv_heads=kv_heads, head_dim=DIM, dim=WIDTH)
     finally:

@@ -43,7 +43,7 @@ def test_softmax_equals_torch():
     ours = sq.Attention(WIDTH, HEADS).double()
     x, real = tokens(9), torch.tensor([[True] * 9, [True] * 6 + [False] * 3])
     expected = torch_twin(ours)(x, x, x, key_padding_mask=~real, need_weights=False)[0]
-    torch.testing.assert_close(ours(x, key_padding_mask=real), expected)
+    torch.testing.assert_close(ours(x, key_padding_mask=real)[real], expected[real])
 
 
 @torch.no_grad()
@@ -135,6 +135,30 @@ def test_pads_of_tokens_reach_neither_output_nor_gradients(case):
             out[real].sum().backward()
             results.append([out, *(p.grad for p in module.parameters())])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@torch.no_grad()
+def test_the_gate_reads_the_source():
+    module = sq.Attention(WIDTH, HEADS, sq.RFA(gated=True), source_dim=10).double()
+    x, source = tokens(9), tokens(9, width=10)
+    q, k, v = (
+        p(t).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for p, t in ((module.q_proj, x), (module.k_proj, source), (module.v_proj, source))
+    )
+    expected = module.mechanism(q, k, v, is_causal=True, hidden=source)
+    torch.testing.assert_close(module(x, source, is_causal=True), module.out_proj(expected.transpose(1, 2).flatten(-2)))
+
+
+def test_head_dim():
+    module = sq.Attention(10, 4, head_dim=6, kv_heads=2)
+    shapes = [tuple(p.weight.shape) for p in (module.q_proj, module.k_proj, module.out_proj)]
+    assert shapes == [(24, 10), (12, 10), (10, 24)]
+    assert module(torch.randn(2, 5, 10)).shape == (2, 5, 10)
+
+
+def test_rotary_turns_in_float32():
+    x, position = torch.randn(1, 1, 50, 8).bfloat16(), torch.arange(50)[None]
+    assert torch.equal(rotate(x, position, 1e4), rotate(x.float(), position, 1e4).bfloat16())
 
 
 def test_rotary_is_relative():

@@ -215,6 +215,11 @@ def test_module_refuses_dropout_without_weights_at_once():
         sq.Attention(8, 2, "linear", dropout=0.1)
 
 
+def test_module_refuses_a_scale_it_does_not_have_at_once():
+    with pytest.raises(sq.UnsupportedError, match="a scale"):
+        sq.Attention(8, 2, "linear", scale=0.1)
+
+
 def test_rotary_state_fits_only_rotary():
     x = torch.randn(1, 3, 8)
     plain, rotary = sq.Attention(8, 2), sq.Attention(8, 2, rotary=1e4)

@@ -97,6 +97,24 @@ def test_another_scale_may_not_continue(method):
             sq.attention(x, x, x, method, is_causal=True, scale=second, state=state)
 
 
+@torch.no_grad()
+def test_state_dict_copies_the_rows_and_not_the_room():
+    _, state = call("softmax", torch.randn(1, 1, 100, 4))
+    saved = state.state_dict()["parts"]["key"]
+    kept = saved.clone()
+    assert saved.untyped_storage().nbytes() == saved.nbytes
+    state.parts["key"].rows.zero_()
+    assert torch.equal(saved, kept)
+
+
+def test_growing_with_gradients_leaves_the_state_without_them():
+    _, state = call("softmax", torch.randn(1, 2, 5, 3))
+    out, after = call("softmax", torch.randn(1, 2, 1, 3, requires_grad=True), state)
+    assert not state.parts["key"].rows.requires_grad
+    call("softmax", torch.randn(1, 2, 1, 3), after)
+    out.sum().backward()
+
+
 def test_detach():
     x = torch.randn(1, 2, 5, 3, requires_grad=True)
     for method in ("softmax", "linear"):

@@ -62,7 +62,11 @@ def attention(
     config = resolve(method)
     checks.flag("enable_gqa", enable_gqa)
     checks.tensors(query, key, value, enable_gqa=enable_gqa)
-    sizes = query.shape[1], key.shape[1], query.shape[3]
+    weights: dict[str, Tensor] = {}
+    if config.info.random:
+        sizes = query.shape[1], key.shape[1], query.shape[3]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        weights = _drawn(config, *sizes, query.device, dtype, type(query) is Tensor)
     call = Call(
         query=query,
         key=key,
@@ -74,7 +78,7 @@ def attention(
         dropout_p=dropout_p,
         state=state,
         return_state=return_state,
-        weights=_drawn(config, *sizes, query.device, torch.promote_types(query.dtype, torch.float32), type(query) is Tensor),
+        weights=weights,
     )
     return _run(config, call, "functional")
 

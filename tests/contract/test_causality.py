@@ -37,6 +37,8 @@ def test_changing_the_future_changes_nothing_before(case, size, grad):
 @torch.no_grad()
 def test_a_nan_in_a_later_key_stays_there(case):
     case.skip_unless(is_causal=True)
+    if case.info.engine == "dense":
+        pytest.skip("which kernel PyTorch takes decides")
     x = inputs(100)
     x.key[:, :, 50] = torch.nan
     assert case.run(x, is_causal=True)[:, :, :50].isfinite().all()

@@ -27,10 +27,11 @@ def test_same_seed_same_bits(case):
 @torch.no_grad()
 def test_function_equals_module(case):
     case.skip_unless(functional=True)
-    x = inputs(70)
-    for is_causal in case.directions:
-        found = sq.attention(x.query, x.key, x.value, case.config, is_causal=is_causal)
-        assert torch.equal(found, case.run(x, is_causal=is_causal))
+    for dtype, built in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        x = inputs(70, dtype=dtype)
+        for is_causal in case.directions:
+            found = sq.attention(x.query, x.key, x.value, case.config, is_causal=is_causal)
+            assert torch.equal(found, case.run(x, case.build(dtype=built), is_causal=is_causal))
 
 
 @every_case

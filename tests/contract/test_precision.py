@@ -26,6 +26,14 @@ def test_error_is_at_most_twice_the_references(case, dtype):
 
 
 @every_case
+@pytest.mark.parametrize("grad", [False, True])
+def test_output_has_the_precision_of_the_query(case, grad):
+    x = inputs(70, dtype=torch.bfloat16, grad=grad)
+    for is_causal in case.directions:
+        assert case.run(x, case.build(dtype=torch.float32), is_causal=is_causal).dtype == torch.bfloat16
+
+
+@every_case
 @torch.no_grad()
 def test_float32(case):
     module = case.build(dtype=torch.float32)

@@ -70,6 +70,18 @@ def test_mask_only_on_the_prompt(case):
 
 @every_case
 @torch.no_grad()
+def test_attn_mask_counts_the_keys_in_the_state(case):
+    case.skip_unless(decode=True, attn_mask=True)
+    x, mask, state = inputs(30), torch.rand(30, 30) < 0.7, None
+    whole = case.run(x, is_causal=True, attn_mask=mask)
+    for start, end in ((0, 20), (20, 21), (21, 30)):
+        options = {"is_causal": True, "attn_mask": mask[start:end, :end], "return_state": True}
+        out, state = case.run(x.tokens(start, end), state=state, **options)
+        assert_close(out, whole[:, :, start:end])
+
+
+@every_case
+@torch.no_grad()
 def test_roll_back(case):
     case.skip_unless(decode=True)
     x, other = inputs(40), inputs(40, seed=9)

@@ -103,6 +103,14 @@ def test_blocks_are_orthogonal(count):
         torch.testing.assert_close(gram, torch.diag(gram.diagonal()))
 
 
+def test_options_reach_the_draw():
+    spec = sq.Performer().build(heads=2, head_dim=6).spec
+    drawn = lambda **options: sq.Performer(features=9, seed=4, **options).buffers(spec)["projection"]
+    assert torch.equal(drawn(), orthogonal(9, 6, seed=4))
+    assert torch.equal(drawn(orthogonal=False), gaussian(9, 6, seed=4))
+    assert torch.equal(drawn(regularized=True), orthogonal(9, 6, seed=4, regularized=True))
+
+
 def test_lengths():
     squares = orthogonal(30_000, 6, seed=7).square().sum(-1)
     assert_mean(squares, 6.0)  # chi^2(6): mean 6, variance 12

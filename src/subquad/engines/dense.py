@@ -29,7 +29,6 @@ def attend(
     """`softmax(scale q k^T + mask) v` over the past keys and these; the state is the keys and values themselves."""
     key, value = zero_pads(key, key_padding_mask), zero_pads(value, key_padding_mask)
     state: Parts = {}
-    seen = 0
     if past is not None or return_state:
         past, new = past or {}, key
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -43,13 +42,14 @@ def attend(
         mask = _both(mask, key_padding_mask[:, None, None, :])  # (B, 1, 1, M)
     queries, keys = query.shape[-2], key.shape[-2]
     # SDPA's is_causal aligns the first query with the first key: wrong once there is a past. A single query sees all.
-    aligned = is_causal and mask is None and seen == 0
+    aligned = is_causal and mask is None and not past
     if is_causal and not aligned and queries > 1:
         mask = _both(mask, causal(queries, keys, query.device))
     if scale is not None and scale <= 0:
         query, scale = query * scale, 1.0  # the fused kernel scales after it masks: 0 or less times -inf
     heads, kv_heads = query.shape[1], key.shape[1]
-    fold = heads != kv_heads and not aligned and (mask is None or mask.shape[-3:-1] == (1, 1))
+    grouped = True if heads != kv_heads else False  # noqa: SIM210 - a real bool, where the sizes are symbols
+    fold = grouped and not aligned and (mask is None or mask.shape[-3:-1] == (1, 1))
     if fold:  # the queries of a group as more queries of one head: no key is repeated
         query = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # (B, K, G N, D)
     out = F.scaled_dot_product_attention(
@@ -60,7 +60,7 @@ def attend(
         dropout_p=dropout_p,
         is_causal=aligned,
         scale=scale,
-        enable_gqa=heads != kv_heads and not fold,
+        enable_gqa=grouped and not fold,
     )
     if fold:
         out = out.unflatten(2, (heads // kv_heads, queries)).flatten(1, 2)

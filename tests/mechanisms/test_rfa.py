@@ -1,0 +1,17 @@
+import torch
+
+import subquad as sq
+from subquad.engines.kernelized import Kernel, attend
+
+
+def test_gate_starts_by_keeping_most_of_the_past():
+    module = sq.RFA(gated=True).build(heads=2, head_dim=4, dim=3)
+    assert (module.gate_bias.sigmoid() > 0.8).all()
+
+
+@torch.no_grad()
+def test_the_floor_keeps_the_sign():
+    kernel = Kernel(query=lambda x: x, key=lambda x: (x, None), features=1, normalizer="signed", floor=0.5)
+    q, one = torch.tensor([2.0, 0.1, -0.1, -2.0]).reshape(1, 1, 4, 1), torch.ones(1, 1, 1, 1)
+    out, _ = attend(q, one, one, kernel, is_causal=False)
+    torch.testing.assert_close(out.flatten(), torch.tensor([1.0, 0.2, 0.2, 1.0]))

@@ -1,0 +1,11 @@
+import pytest
+import torch
+
+from subquad.mechanisms.taylor import unit
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_unit_vectors_of_any_size(size):
+    x = torch.randn(5, 7)
+    torch.testing.assert_close(unit(x * size), unit(x))
+    assert (unit(torch.zeros(2, 3)) == 0).all()
