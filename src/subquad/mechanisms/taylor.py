@@ -8,7 +8,6 @@ query points against all its keys, all weights are near 0 and the quotient keeps
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -48,7 +47,7 @@ def _phi(x: Tensor) -> Tensor:
 def unit(x: Tensor) -> Tensor:
     """x / |x|; a zero vector stays zero, with zero gradient."""
     # The largest entry first, or squares of very small and very large ones would leave the number range.
-    largest = torch.linalg.vector_norm(x.detach(), ord=math.inf, dim=-1, keepdim=True)
+    largest = torch.maximum(x.detach().amax(-1, keepdim=True), -x.detach().amin(-1, keepdim=True))
     x = x / largest.masked_fill(largest == 0, 1.0)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / norm.masked_fill(norm == 0, 1.0)
