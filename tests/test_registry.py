@@ -7,7 +7,7 @@ import pytest
 import subquad as sq
 from subquad import reference
 from subquad.mechanisms import MECHANISMS, NEEDS
-from subquad.registry import _table
+from subquad.registry import _table, require
 
 
 def test_methods():
@@ -33,6 +33,11 @@ def test_why_not():
     assert sq.why_not(sq.Performer(kind="favor++", p=1.0), is_causal=True) == []
     assert "set p" in sq.why_not(sq.Performer(kind="favor++"), decode=True)[0]
     assert "only when causal" in sq.why_not(sq.RFA(gated=True), cross=True)[0]
+
+
+def test_a_refusal_does_not_send_back_to_the_refused_options():
+    with pytest.raises(sq.UnsupportedError, match="rfa with its default options"):
+        require(sq.RFA(gated=True), ["bidirectional"])
 
 
 @pytest.mark.parametrize("name", sq.methods())

@@ -103,6 +103,12 @@ def test_no_tokens(case):
 
 
 @every_case
+def test_no_tokens_keep_the_graph(case):
+    for is_causal in case.directions:
+        case.run(inputs(0, grad=True), is_causal=is_causal).sum().backward()
+
+
+@every_case
 def test_empty_batch(case):
     for is_causal in case.directions:
         assert case.run(inputs(5, batch=0), is_causal=is_causal).shape == (0, HEADS, 5, VALUE_DIM)

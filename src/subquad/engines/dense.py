@@ -1,6 +1,6 @@
 """The dense engine: every query meets every key, through PyTorch's fused kernel.
 
-B batch, H query heads, K key-value heads, N queries, M keys, P past keys.
+B batch, H query heads, K key-value heads, G = H / K queries a group, N queries, M keys.
 """
 
 from __future__ import annotations
