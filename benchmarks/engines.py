@@ -78,7 +78,7 @@ def check_agreement(method: str) -> None:
     """No numbers for results that are wrong."""
     q, k, v = (torch.randn(1, 2, 300, HEAD_DIM) for _ in range(3))
     config = sq.registry.resolve(method)
-    weights = config.buffers(Spec(2, 2, HEAD_DIM))
+    weights = config.buffers(Spec(2, 2, HEAD_DIM, HEAD_DIM))
     for is_causal in (False, True):
         exact = reference.attention(config, q.double(), k.double(), v.double(), weights=weights, is_causal=is_causal)
         plain = reference.attention(config, q, k, v, weights=weights, is_causal=is_causal)

@@ -3,7 +3,7 @@
 Sizes are small primes, all different, so that a swapped axis cannot pass by luck.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -79,14 +79,21 @@ class Case:
     def module_for(self, x):
         return self.build(heads=x.query.shape[1], kv_heads=x.key.shape[1], dtype=x.query.dtype)
 
+    def query(self, x):
+        """The queries; where one tensor is both, the keys, since it is them that tests put into pads."""
+        return x.key if self.config.shares_query_and_key else x.query
+
     def run(self, x, module=None, **options):
         hidden = x.hidden if self.config.reads_tokens else None
-        return (module or self.module_for(x))(x.query, x.key, x.value, hidden=hidden, **options)
+        return (module or self.module_for(x))(self.query(x), x.key, x.value, hidden=hidden, **options)
+
+    def function(self, x, **options):
+        return sq.attention(self.query(x), x.key, x.value, self.config, **options)
 
     def reference(self, x, module=None, **options):
         module = module or self.module_for(x)
         weights = dict(module.named_parameters()) | dict(module.named_buffers())
-        return reference.attention(self.config, x.query, x.key, x.value, weights=weights, hidden=x.hidden, **options)
+        return reference.attention(self.config, self.query(x), x.key, x.value, weights=weights, hidden=x.hidden, **options)
 
 
 @cache
@@ -95,7 +102,7 @@ def _build(config, heads, kv_heads, dtype):
     torch.set_default_dtype(dtype if dtype.itemsize > 2 else torch.float32)
     torch.manual_seed(0)
     try:
-        module = config.build(heads=heads, kv_heads=kv_heads, head_dim=DIM, dim=WIDTH)
+        module = config.build(heads=heads, kv_heads=kv_heads, head_dim=DIM, value_dim=VALUE_DIM, dim=WIDTH).eval()
     finally:
         torch.set_default_dtype(previous)
     generator = torch.Generator().manual_seed(5)
@@ -105,21 +112,18 @@ def _build(config, heads, kv_heads, dtype):
     return module
 
 
-def _small(config):
-    """Fewer features than the default, which the sizes here do not need."""
-    return replace(config, features=min(config.features, 64)) if hasattr(config, "features") else config
-
-
-CASES = [Case(_small(cls(**options))) for cls in MECHANISMS for options in ({}, *cls.info.variants)]
+DEFAULTS = [Case(cls(**cls.info.small)) for cls in MECHANISMS]
+CASES = [Case(cls(**{**cls.info.small, **options})) for cls in MECHANISMS for options in ({}, *cls.info.variants)]
 
 
 def _name(case):
-    options = [str(v) for k, v in vars(case.config).items() if k != "features" and v != getattr(type(case.config), k)]
+    small = type(case.config)(**case.info.small)
+    options = [f"{k}={v}" for k, v in vars(case.config).items() if v != getattr(small, k)]
     return "-".join([case.info.name, *options])
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=_name)
-every_default = pytest.mark.parametrize("case", [c for c in CASES if "-" not in _name(c)], ids=_name)
+every_default = pytest.mark.parametrize("case", DEFAULTS, ids=_name)
 
 
 class Largest(TorchDispatchMode):

@@ -36,7 +36,7 @@ def capability_row(name):
     needs = ["is_causal", "cross", "key_padding_mask", "enable_gqa"]
     marks = ["yes" if need in info.supports else "no" for need in needs]
     function = "yes" if "functional" in info.supports else "no: it has parameters"
-    also = ", ".join(need for need in ("attn_mask", "scale", "dropout_p") if need in info.supports) or "-"
+    also = ", ".join(need for need in ("attn_mask", "scale", "dropout_p", "global_mask") if need in info.supports) or "-"
     return " | ".join([f"| `{name}`", info.idea, *marks, info.state or "no", function, also]) + " |"
 
 

@@ -5,8 +5,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 import subquad as sq
-from subquad import reference
-from tests.harness import CASES, assert_close
+from tests.harness import CASES, Inputs, assert_close
 
 
 def size(low, high):
@@ -50,19 +49,22 @@ def calls(draw):
 @torch.no_grad()
 def test_the_references_answer_or_a_refusal(drawn):
     case, (query, key, value), hidden, options, wrong = drawn
-    module = case.config.build(heads=query.shape[1], kv_heads=_divisor(query, key), head_dim=query.shape[3], dim=11).double()
-    weights = dict(module.named_parameters()) | dict(module.named_buffers())
+    sizes = {"heads": query.shape[1], "kv_heads": _divisor(query, key), "head_dim": query.shape[3], "value_dim": value.shape[3]}
+    module = case.config.build(**sizes, dim=11).double().eval()
+    x = Inputs(query, key, value, hidden)
     try:
-        out = module(query, key, value, hidden=hidden if case.config.reads_tokens else None, **options)
+        out = case.run(x, module, **options)
     except sq.SubquadError as refusal:
         event(type(refusal).__name__)
         needs = {name: True for name in ("key_padding_mask", "attn_mask", "scale") if name in options}
+        needs["cross"] = query.shape[2] != key.shape[2]
+        needs["enable_gqa"] = query.shape[1] != key.shape[1]
         needs["is_causal" if options["is_causal"] else "bidirectional"] = True
         negative = case.info.name == "performer" and options.get("scale", 1.0) <= 0
         assert wrong or negative or case.why_not(**needs)
         return
     event("answered")
-    assert_close(out, reference.attention(case.config, query, key, value, weights=weights, hidden=hidden, **options))
+    assert_close(out, case.reference(x, module, **options))
 
 
 def _divisor(query, key):
@@ -87,8 +89,7 @@ def test_any_pieces_equal_the_whole(case, pieces, real, seed):
     mask = torch.rand(2, total, generator=generator) < real
     module, state, outs = case.build(), None, []
     for q_, k_, v_, h_, m_ in zip(*(t.split(pieces, dim=-2) for t in (q, k, v, h)), mask.split(pieces, dim=1), strict=True):
-        hidden = {"hidden": h_} if case.config.reads_tokens else {}
-        out, state = module(q_, k_, v_, is_causal=True, key_padding_mask=m_, state=state, return_state=True, **hidden)
+        options = {"is_causal": True, "key_padding_mask": m_, "state": state, "return_state": True}
+        out, state = case.run(Inputs(q_, k_, v_, h_), module, **options)
         outs.append(out)
-    hidden = {"hidden": h} if case.config.reads_tokens else {}
-    assert_close(torch.cat(outs, dim=2), module(q, k, v, is_causal=True, key_padding_mask=mask, **hidden))
+    assert_close(torch.cat(outs, dim=2), case.run(Inputs(q, k, v, h), module, is_causal=True, key_padding_mask=mask))

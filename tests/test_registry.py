@@ -44,7 +44,7 @@ def test_a_refusal_does_not_send_back_to_the_refused_options():
 def test_records_are_complete_and_frozen(name):
     info = sq.info(name)
     assert info.name == name
-    assert info.engine in {"dense", "kernelized"}
+    assert info.engine in {"dense", "kernelized", "block_sparse", "bucketed", "low_rank"}
     assert all([info.idea, info.paper, info.time, info.memory])
     assert "\n" not in info.idea
     assert bool(info.state) == ("decode" in info.supports)

@@ -35,6 +35,7 @@ def attention(
     dropout_p: float = 0.0,
     state: State | None = None,
     return_state: bool = False,
+    global_mask: Tensor | None = None,
 ) -> Any:
     """Attention by any mechanism, with the shapes and names of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -51,6 +52,7 @@ def attention(
         dropout_p: probability of dropping an attention weight.
         state: what an earlier causal call returned; this call goes on from there. It is not changed.
         return_state: return `(output, state)`.
+        global_mask: (B, M) bool, for mechanisms with global tokens: True for tokens that see all, and that all see.
 
     Returns:
         (B, H, N, Dv), zero for queries that may attend to nothing; or `(output, state)`. The precision is that of the inputs,
@@ -62,9 +64,10 @@ def attention(
     config = resolve(method)
     checks.flag("enable_gqa", enable_gqa)
     checks.tensors(query, key, value, enable_gqa=enable_gqa)
+    checks.sharing(config, query, key)
     weights: dict[str, Tensor] = {}
     if config.info.random:
-        sizes = query.shape[1], key.shape[1], query.shape[3]
+        sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
         dtype = torch.promote_types(query.dtype, torch.float32)
         weights = _drawn(config, *sizes, query.device, dtype, type(query) is Tensor)
     call = Call(
@@ -79,6 +82,7 @@ def attention(
         state=state,
         return_state=return_state,
         weights=weights,
+        global_mask=global_mask,
     )
     return _run(config, call, "functional")
 
@@ -88,24 +92,32 @@ class Mechanism(nn.Module):
 
     Args:
         method: a name or a config object.
-        heads, head_dim, kv_heads: H, D and K (default H).
+        heads, head_dim, kv_heads, value_dim: H, D, K (default H) and Dv (default D).
         dim: the width of the tokens, for mechanisms that read them.
     """
 
     def __init__(
-        self, method: str | Config, *, heads: int, head_dim: int, kv_heads: int | None = None, dim: int | None = None
+        self,
+        method: str | Config,
+        *,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        value_dim: int | None = None,
+        dim: int | None = None,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        checks.sizes(heads=heads, head_dim=head_dim, kv_heads=kv_heads, dim=1 if dim is None else dim)
+        value_dim = head_dim if value_dim is None else value_dim
+        checks.sizes(heads=heads, head_dim=head_dim, kv_heads=kv_heads, value_dim=value_dim, dim=1 if dim is None else dim)
         checks.divides(heads, kv_heads)
         self.config = resolve(method)
-        self.spec = Spec(heads, kv_heads, head_dim, dim)
+        self.spec = Spec(heads, kv_heads, head_dim, value_dim, dim)
         for name, parameter in self.config.parameters(self.spec).items():
             self.register_parameter(name, nn.Parameter(parameter))
         default = torch.empty(0)  # its device and dtype are the current defaults
         for name, buffer in self.config.buffers(self.spec).items():
-            self.register_buffer(name, buffer.to(default))
+            self.register_buffer(name, _as(buffer, default.device, default.dtype))
         if self.config.info.random:
             self.register_buffer("seed", torch.tensor(self.config.seed))  # type: ignore[attr-defined]
             self.register_load_state_dict_post_hook(_take_seed)  # type: ignore[no-untyped-call]
@@ -123,6 +135,7 @@ class Mechanism(nn.Module):
         dropout_p: float = 0.0,
         state: State | None = None,
         return_state: bool = False,
+        global_mask: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Any:
         """As `attention`; `hidden` (B, M, dim) are the tokens, for mechanisms that read them."""
@@ -133,6 +146,9 @@ class Mechanism(nn.Module):
                 f"{name} was built for heads={spec.heads}, kv_heads={spec.kv_heads}, head_dim={spec.head_dim}; "
                 f"got query {tuple(query.shape)} and key {tuple(key.shape)}. Build another one for these sizes."
             )
+        if self.config.fixes_value_dim and value.shape[3] != spec.value_dim:
+            raise InputError(f"{name} was built for value_dim={spec.value_dim}; got value {tuple(value.shape)}.")
+        checks.sharing(self.config, query, key)
         checks.hidden(hidden, key, spec.dim if self.config.reads_tokens else None, name)
         call = Call(
             query=query,
@@ -147,8 +163,14 @@ class Mechanism(nn.Module):
             return_state=return_state,
             weights=dict(self.named_parameters()) | dict(self.named_buffers()),
             hidden=hidden,
+            global_mask=global_mask,
         )
-        return _run(self.config, call)
+        result = _run(self.config, call)
+        if self.training and self.config.info.updates:
+            with torch.no_grad():
+                for buffer, new in self.config.update(call).items():
+                    self.get_buffer(buffer).copy_(new)
+        return result
 
     def redraw(self, seed: int) -> None:
         """Draw the random buffers anew, from `seed`. A decode state from before no longer fits."""
@@ -216,7 +238,8 @@ class Attention(nn.Module):
         self.mechanism = Mechanism(method, heads=heads, head_dim=head_dim, kv_heads=kv_heads, dim=source_dim)
         checks.dropout(dropout)
         checks.scale(scale)
-        asked = {"dropout_p": dropout > 0, "scale": scale is not None}
+        grouped = self.mechanism.spec.kv_heads != heads
+        asked = {"dropout_p": dropout > 0, "scale": scale is not None, "enable_gqa": grouped}
         require(self.mechanism.config, [need for need, is_asked in asked.items() if is_asked])
         checks.rotary(rotary, head_dim)
         if rotary is not None and source_dim != dim:
@@ -227,7 +250,8 @@ class Attention(nn.Module):
         self.scale = scale
         spec = self.mechanism.spec
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(source_dim, spec.kv_heads * head_dim, bias=bias)
+        shared = self.mechanism.config.shares_query_and_key
+        self.k_proj = None if shared else nn.Linear(source_dim, spec.kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(source_dim, spec.kv_heads * head_dim, bias=bias)
         self.out_proj = nn.Linear(heads * head_dim, dim, bias=bias)
 
@@ -241,11 +265,14 @@ class Attention(nn.Module):
         attn_mask: Tensor | None = None,
         state: State | None = None,
         return_state: bool = False,
+        global_mask: Tensor | None = None,
     ) -> Any:
         """Attend from x (B, N, dim) to itself, or to `source` (B, M, source_dim).
 
         The other arguments, and the result, are those of `attention`; `key_padding_mask` is about the source.
         """
+        if source is not None and (not is_causal or self.k_proj is None):
+            require(self.mechanism.config, ["cross"])
         source = self._check_tokens(x, source)
         if key_padding_mask is not None:
             checks.padding(key_padding_mask, (source.shape[0], source.shape[1]), source.device)
@@ -253,13 +280,14 @@ class Attention(nn.Module):
             x, source = (real if x is source else x), real
         spec = self.mechanism.spec
         q = self.q_proj(x).unflatten(-1, (spec.heads, -1)).transpose(1, 2)  # (B, H, N, D)
-        k = self.k_proj(source).unflatten(-1, (spec.kv_heads, -1)).transpose(1, 2)  # (B, K, M, D)
+        k = q if self.k_proj is None else self.k_proj(source).unflatten(-1, (spec.kv_heads, -1)).transpose(1, 2)  # (B, K, M, D)
         v = self.v_proj(source).unflatten(-1, (spec.kv_heads, -1)).transpose(1, 2)
         after = None
         if self.rotary is not None:
             state, start = self._take_position(state, x)
             position, after = positions(start, x.shape[1], key_padding_mask)
-            q, k = rotate(q, position, self.rotary), rotate(k, position, self.rotary)
+            rotated = rotate(q, position, self.rotary)
+            q, k = rotated, rotated if k is q else rotate(k, position, self.rotary)
         out = self.mechanism(
             q,
             k,
@@ -271,6 +299,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             state=state,
             return_state=return_state,
+            global_mask=global_mask,
             hidden=source if self.mechanism.config.reads_tokens else None,
         )
         out, new = out if return_state else (out, None)
@@ -299,9 +328,9 @@ class Attention(nn.Module):
     def _check_tokens(self, x: Tensor, source: Tensor | None) -> Tensor:
         checks.tokens("x", x, self.q_proj.in_features, self.q_proj.weight)
         if source is None:
-            checks.tokens("x, without a source,", x, self.k_proj.in_features)
+            checks.tokens("x, without a source,", x, self.v_proj.in_features)
             return x
-        checks.tokens("source", source, self.k_proj.in_features, self.q_proj.weight)
+        checks.tokens("source", source, self.v_proj.in_features, self.q_proj.weight)
         if self.rotary is not None:
             raise InputError(
                 "rotary positions relate tokens of one sequence, so they need self-attention; got a source. "
@@ -337,6 +366,7 @@ def _drawn(
     heads: int,
     kv_heads: int,
     head_dim: int,
+    value_dim: int,
     device: torch.device,
     dtype: torch.dtype,
     keep: bool,
@@ -346,7 +376,7 @@ def _drawn(
     `keep` is False among fake tensors, which a later real call must not meet.
     """
     draw = _draw if keep else _draw.__wrapped__
-    return draw(config, Spec(heads, kv_heads, head_dim), device, dtype)
+    return draw(config, Spec(heads, kv_heads, head_dim, value_dim), device, dtype)
 
 
 def _described(config: Config, scale: float | None) -> str:
@@ -361,7 +391,11 @@ _described._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=64)
 def _draw(config: Config, spec: Spec, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: drawn.to(device=device, dtype=dtype) for name, drawn in config.buffers(spec).items()}
+    return {name: _as(drawn, device, dtype) for name, drawn in config.buffers(spec).items()}
+
+
+def _as(drawn: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return drawn.to(device, dtype if drawn.is_floating_point() else drawn.dtype)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:

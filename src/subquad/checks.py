@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad.errors import InputError, StateError
-from subquad.mechanisms import Call
+from subquad.mechanisms import Call, Config
 from subquad.state import State
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,6 +75,15 @@ def divides(heads: int, kv_heads: int) -> None:
         )
 
 
+def sharing(config: Config, query: Tensor, key: Tensor) -> None:
+    if config.shares_query_and_key and query is not key:
+        name = config.info.name
+        raise InputError(
+            f"{name} with these options has one tensor for queries and keys; got two. Pass the query as the key too, as in "
+            f"subquad.attention(qk, qk, v, {name!r}), or choose shared_qk=False."
+        )
+
+
 def call(call: Call) -> None:
     """Everything else in a call, except whether its state fits."""
     flag("is_causal", call.is_causal)
@@ -88,6 +97,7 @@ def call(call: Call) -> None:
     if not call.is_causal and (call.state is not None or call.return_state):
         raise InputError("a decode state follows a causal sequence; got is_causal=False. Pass is_causal=True.")
     padding(call.key_padding_mask, (call.key.shape[0], keys), call.key.device)
+    globals_(call.global_mask, (call.key.shape[0], keys), call.key.device)
     if call.state is not None and not isinstance(call.state, State):
         raise StateError(f"state must be what an earlier call returned, or None; got {type(call.state).__name__}.")
     attn_mask(call.attn_mask, call.query, call.seen + keys)
@@ -113,6 +123,16 @@ def padding(mask: Tensor | None, expected: tuple[int, int], device: torch.device
         raise InputError(f"key_padding_mask must be (batch, keys) = {expected}; got {tuple(mask.shape)}.")
     if mask.device != device:
         raise InputError(f"key_padding_mask must be on the device of the keys, {device}; got {mask.device}.")
+
+
+def globals_(mask: Tensor | None, expected: tuple[int, int], device: torch.device) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != expected:
+        came = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"global_mask must be bool, True for global tokens, (batch, keys) = {expected}; got {came}.")
+    if mask.device != device:
+        raise InputError(f"global_mask must be on the device of the keys, {device}; got {mask.device}.")
 
 
 def attn_mask(mask: Tensor | None, query: Tensor, keys: int) -> None:

@@ -88,7 +88,12 @@ def _descriptions(infos: list[Info]) -> Table:
 
 
 def _record(info: Info) -> dict[str, Any]:
-    plain = {**vars(info), "refuses": dict(info.refuses), "variants": [dict(options) for options in info.variants]}
+    plain = {
+        **vars(info),
+        "refuses": dict(info.refuses),
+        "small": dict(info.small),
+        "variants": [dict(options) for options in info.variants],
+    }
     return {**plain, "supports": list(info.supports)}
 
 

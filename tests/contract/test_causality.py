@@ -14,7 +14,7 @@ def test_gradient_from_the_future_is_zero(case, t):
     out = case.run(x, is_causal=True)
     query, key, value, hidden = torch.autograd.grad(out[:, :, t].sum(), [*x], allow_unused=True)
     for grad in (query, key, value):
-        assert (grad[:, :, t + 1 :] == 0).all()
+        assert grad is None or (grad[:, :, t + 1 :] == 0).all()
     assert (value[:, :, : t + 1] != 0).any()
     assert hidden is None or (hidden[:, t + 1 :] == 0).all()
 
@@ -37,7 +37,7 @@ def test_changing_the_future_changes_nothing_before(case, size, grad):
 @torch.no_grad()
 def test_a_nan_in_a_later_key_stays_there(case):
     case.skip_unless(is_causal=True)
-    if case.info.engine == "dense":
+    if case.info.engine != "kernelized":
         pytest.skip("which kernel PyTorch takes decides")
     x = inputs(100)
     x.key[:, :, 50] = torch.nan

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import subquad as sq
-from tests.harness import DIM, HEADS, WIDTH, every_case, inputs
+from tests.harness import DIM, HEADS, VALUE_DIM, WIDTH, every_case, inputs
 
 
 def build(config):
     torch.manual_seed(0)
-    return config.build(heads=HEADS, head_dim=DIM, dim=WIDTH).double()
+    return config.build(heads=HEADS, head_dim=DIM, value_dim=VALUE_DIM, dim=WIDTH).double().eval()
 
 
 @every_case
@@ -30,7 +30,7 @@ def test_function_equals_module(case):
     for dtype, built in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
         x = inputs(70, dtype=dtype)
         for is_causal in case.directions:
-            found = sq.attention(x.query, x.key, x.value, case.config, is_causal=is_causal)
+            found = case.function(x, is_causal=is_causal)
             assert torch.equal(found, case.run(x, case.build(dtype=built), is_causal=is_causal))
 
 
@@ -42,10 +42,11 @@ def test_buffers_are_saved_and_kept(case):
     drawn = set(case.config.buffers(module.spec))
     assert set(before) == drawn | set(case.config.parameters(module.spec)) | ({"seed"} if drawn else set())
     assert bool(case.config.buffers(module.spec)) == bool(case.info.random)
-    module.train()
-    for is_causal in case.directions:
-        case.run(inputs(9), module, is_causal=is_causal)
-    assert all(torch.equal(before[name], t) for name, t in module.state_dict().items())
+    for training in (False, True):
+        for is_causal in case.directions:
+            case.run(inputs(9), module.train(training), is_causal=is_causal)
+        kept = all(torch.equal(before[name], t) for name, t in module.state_dict().items())
+        assert kept == (not training or not case.info.updates)
 
 
 @every_case

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from subquad.engines import kernelized
-from tests.harness import HEADS, SIZES, VALUE_DIM, assert_close, every_case, inputs
+from tests.harness import HEADS, SIZES, VALUE_DIM, Inputs, assert_close, every_case, inputs
 
 
 @pytest.fixture(params=["one piece", "many pieces"])
@@ -64,10 +64,9 @@ def test_gradcheck(case):
         x = inputs(4, batch=1, grad=True)
 
         def run(query, key, value, hidden, *parameters, is_causal=is_causal):
-            hidden = {"hidden": hidden} if case.config.reads_tokens else {}
+            x = Inputs(query, key, value, hidden)
             weights = dict(zip(names, parameters, strict=True))
-            options = {"is_causal": is_causal, **hidden}
-            return torch.func.functional_call(module, weights, (query, key, value), options)
+            return case.run(x, lambda *a, **k: torch.func.functional_call(module, weights, a, k), is_causal=is_causal)
 
         parameters = [p.detach().clone().requires_grad_() for p in module.parameters()]
         assert torch.autograd.gradcheck(run, (*x, *parameters))

@@ -26,8 +26,11 @@ def call(case, needs):
         options["dropout_p"] = 0.5
     if "decode" in needs:
         options["return_state"] = True
+    if "global_mask" in needs:
+        options["global_mask"] = torch.arange(N) % 7 == 3
+        options["global_mask"] = options["global_mask"].expand(2, N)
     if "functional" in needs:
-        return sq.attention(x.query, x.key, x.value, case.config, enable_gqa="enable_gqa" in needs, **options)
+        return case.function(x, enable_gqa="enable_gqa" in needs, **options)
     return case.run(x, **options)
 
 
@@ -65,7 +68,7 @@ def test_every_reason_is_named_at_once(case):
 
 
 @every_case
-@pytest.mark.parametrize("need", ["is_causal", "key_padding_mask", "attn_mask", "scale", "dropout_p"])
+@pytest.mark.parametrize("need", ["is_causal", "key_padding_mask", "attn_mask", "scale", "dropout_p", "global_mask"])
 @torch.no_grad()
 def test_accepted_arguments_have_an_effect(case, need):
     needs = with_direction(case, need)

@@ -29,6 +29,7 @@ NEEDS: Mapping[str, str] = MappingProxyType(
         "dropout_p": "dropout of attention weights",
         "enable_gqa": "fewer key-value heads than query heads",
         "decode": "a decode state",
+        "global_mask": "a global_mask",
         "functional": "a plain function call, without a module",
     }
 )
@@ -50,7 +51,10 @@ class Info:
         parameters: what is learned, if anything.
         random: what is drawn from the seed, if anything.
         refuses: needs (see `NEEDS`) it cannot meet, each with the reason.
+        global_mask: it takes global tokens by a mask.
+        updates: which buffers change in training, and how; empty where none does.
         graph_breaks: why `torch.compile` cannot take it as one graph; empty where it can.
+        small: options that make it small enough for the contract's tests.
         variants: options besides the defaults that the contract is tested with.
     """
 
@@ -65,11 +69,17 @@ class Info:
     parameters: str = ""
     random: str = ""
     refuses: Mapping[str, str] = field(default_factory=dict)
+    global_mask: bool = False
+    updates: str = ""
     graph_breaks: str = ""
+    small: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "refuses", MappingProxyType(dict(self.refuses)))
+        refuses = dict(self.refuses)
+        if not self.global_mask:
+            refuses["global_mask"] = "it has no global tokens"
+        object.__setattr__(self, "refuses", MappingProxyType(refuses))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _info, ({**vars(self), "refuses": dict(self.refuses)},)
@@ -86,11 +96,12 @@ def _info(facts: dict[str, Any]) -> Info:
 
 @dataclass(frozen=True)
 class Spec:
-    """The sizes a mechanism is built for; `dim` is the width of the tokens, where they are known."""
+    """The sizes a mechanism is built for; `value_dim` is Dv, `dim` the width of the tokens, where they are known."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     dim: int | None = None
 
 
@@ -110,6 +121,7 @@ class Call:
     return_state: bool
     weights: Mapping[str, Tensor]  # the mechanism's buffers and parameters
     hidden: Tensor | None = None  # (B, M, dim): the tokens behind the keys
+    global_mask: Tensor | None = None  # (B, M) bool: tokens that see all and that all see
 
     @property
     def seen(self) -> int:
@@ -133,6 +145,7 @@ class Call:
             "dropout_p": self.dropout_p > 0,
             "enable_gqa": self.query.shape[1] != self.key.shape[1],
             "decode": self.state is not None or self.return_state,
+            "global_mask": self.global_mask is not None,
         }
         return tuple(need for need, is_asked in asked.items() if is_asked)
 
@@ -171,25 +184,53 @@ class Config(ABC):
         """Whether `run` needs `call.hidden`."""
         return False
 
+    @property
+    def shares_query_and_key(self) -> bool:
+        """Whether one tensor is both query and key."""
+        return False
+
+    @property
+    def fixes_value_dim(self) -> bool:
+        """Whether its parameters have the width of the values, Dv."""
+        return False
+
     def buffers(self, spec: Spec) -> dict[str, Tensor]:
-        """What is drawn from the seed, on the CPU in float64."""
+        """What is drawn from the seed, on the CPU, in float64 or integers."""
+        return {}
+
+    def update(self, call: Call) -> dict[str, Tensor]:
+        """The buffers that a call in training changes, at their new values."""
         return {}
 
     def parameters(self, spec: Spec) -> dict[str, Tensor]:
         """What is learned, at its initial values."""
         return {}
 
-    def build(self, *, heads: int, head_dim: int, kv_heads: int | None = None, dim: int | None = None) -> Mechanism:
+    def build(
+        self,
+        *,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        value_dim: int | None = None,
+        dim: int | None = None,
+    ) -> Mechanism:
         """This mechanism as a module that holds its buffers and parameters, called like `subquad.attention`."""
         from subquad.api import Mechanism  # the layer above: build is its shorthand
 
-        return Mechanism(self, heads=heads, head_dim=head_dim, kv_heads=kv_heads, dim=dim)
+        return Mechanism(self, heads=heads, head_dim=head_dim, kv_heads=kv_heads, value_dim=value_dim, dim=dim)
 
     def _require_count(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 self._refuse(name, "is a whole number of at least 1")
+
+    def _require_whole(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                self._refuse(name, "is a whole number of at least 0")
 
     def _require_seed(self, name: str = "seed") -> None:
         value = getattr(self, name)

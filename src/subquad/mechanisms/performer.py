@@ -47,6 +47,7 @@ INFO = Info(
     state=STATE,
     random="the m feature directions",
     refuses=refuses(),
+    small={"features": 64},
     variants=(
         {"kind": "hyperbolic", "features": 32},
         {"kind": "trig", "features": 64},
