@@ -9,7 +9,22 @@ from subquad.errors import (
     UnknownMethodError,
     UnsupportedError,
 )
-from subquad.mechanisms import RFA, Config, Efficient, Info, Linear, Performer, Plain, Softmax, Taylor
+from subquad.mechanisms import (
+    RFA,
+    BigBird,
+    Config,
+    Efficient,
+    Info,
+    Linear,
+    Local,
+    Longformer,
+    Performer,
+    Plain,
+    Softmax,
+    SparseFixed,
+    SparseStrided,
+    Taylor,
+)
 from subquad.registry import info, methods, why_not
 from subquad.state import State
 
@@ -18,16 +33,21 @@ __version__ = "0.1.0"
 __all__ = [
     "RFA",
     "Attention",
+    "BigBird",
     "Config",
     "Efficient",
     "Info",
     "InputError",
     "Linear",
+    "Local",
+    "Longformer",
     "Mechanism",
     "OptionError",
     "Performer",
     "Plain",
     "Softmax",
+    "SparseFixed",
+    "SparseStrided",
     "State",
     "StateError",
     "SubquadError",

@@ -19,3 +19,9 @@ def zero_pads(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     if key_padding_mask is None:
         return x
     return x.masked_fill(~key_padding_mask[:, None, :, None], 0)
+
+
+def real_first(key_padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The order (B, M) that brings each row's real tokens to the front, as they come, and the mask in that order."""
+    order = (~key_padding_mask).to(torch.int8).argsort(dim=1, stable=True)
+    return order, key_padding_mask.gather(1, order)

@@ -56,7 +56,7 @@ def test_state_dict_carries_the_draw(case):
         pytest.skip(f"{case.info.name} draws nothing")
     source = build(case.config)
     target = build(dataclasses.replace(case.config, seed=77))
-    x, is_causal = inputs(20), case.directions[-1]
+    x, is_causal = inputs(150), case.directions[-1]
     expected = case.run(x, source, is_causal=is_causal)
     assert not torch.equal(case.run(x, target, is_causal=is_causal), expected)
     target.load_state_dict(source.state_dict())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from subquad.engines import kernelized
-from tests.harness import HEADS, SIZES, VALUE_DIM, Inputs, assert_close, every_case, inputs
+from tests.harness import HEADS, ROUNDING, SIZES, VALUE_DIM, Inputs, assert_close, every_case, inputs
 
 
 @pytest.fixture(params=["one piece", "many pieces"])
@@ -84,9 +84,14 @@ def test_gradients_equal_reference(case, size):
             torch.autograd.grad((run(x, is_causal=is_causal) * target).sum(), wrt, allow_unused=True)
             for run in (case.run, case.reference)
         )
+        largest = max(grad.abs().max() for grad in expected if grad is not None)
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours is None) == (theirs is None)
-            if ours is not None:
+            if ours is None:
+                continue
+            if theirs.abs().max() < ROUNDING * largest:  # zero but for rounding, as is that of a bias on all keys
+                assert ours.abs().max() < ROUNDING * largest
+            else:
                 assert_close(ours, theirs)
 
 

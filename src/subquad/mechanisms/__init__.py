@@ -1,29 +1,52 @@
 """One file a mechanism: its formula, paper and cost; its options; its idea; its record."""
 
 from subquad.mechanisms.base import NEEDS, Call, Config, Info, Spec
+from subquad.mechanisms.bigbird import BigBird
 from subquad.mechanisms.efficient import Efficient
 from subquad.mechanisms.linear import Linear
+from subquad.mechanisms.local import Local
+from subquad.mechanisms.longformer import Longformer
 from subquad.mechanisms.performer import Performer
 from subquad.mechanisms.plain import Plain
 from subquad.mechanisms.rfa import RFA
 from subquad.mechanisms.softmax import Softmax
+from subquad.mechanisms.sparse_fixed import SparseFixed
+from subquad.mechanisms.sparse_strided import SparseStrided
 from subquad.mechanisms.taylor import Taylor
 
 # Registering a mechanism is adding it here.
-MECHANISMS: tuple[type[Config], ...] = (Softmax, Linear, Taylor, Plain, Efficient, Performer, RFA)
+MECHANISMS: tuple[type[Config], ...] = (
+    Softmax,
+    Linear,
+    Taylor,
+    Plain,
+    Efficient,
+    Performer,
+    RFA,
+    Local,
+    SparseStrided,
+    SparseFixed,
+    Longformer,
+    BigBird,
+)
 
 __all__ = [
     "MECHANISMS",
     "NEEDS",
     "RFA",
+    "BigBird",
     "Call",
     "Config",
     "Efficient",
     "Info",
     "Linear",
+    "Local",
+    "Longformer",
     "Performer",
     "Plain",
     "Softmax",
+    "SparseFixed",
+    "SparseStrided",
     "Spec",
     "Taylor",
 ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.reference import efficient, linear, performer, plain, rfa, softmax, taylor
+from subquad.reference import efficient, linear, patterns, performer, plain, rfa, softmax, taylor
 
 _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "softmax": softmax.attention,
@@ -25,6 +25,11 @@ _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "efficient": efficient.attention,
     "performer": performer.attention,
     "rfa": rfa.attention,
+    "local": patterns.local,
+    "sparse_strided": patterns.sparse_strided,
+    "sparse_fixed": patterns.sparse_fixed,
+    "longformer": patterns.longformer,
+    "bigbird": patterns.bigbird,
 }
 
 
@@ -40,6 +45,7 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
     hidden: Tensor | None = None,
+    global_mask: Tensor | None = None,
 ) -> Tensor:
     """What `config`, with its buffers and parameters `weights`, computes. Shapes and meanings as in `subquad.attention`."""
     queries, keys = query.shape[2], key.shape[2]
@@ -50,13 +56,17 @@ def attention(
         allowed = allowed & key_padding_mask[:, None, None, :]
         key, value = (x.masked_fill(~key_padding_mask[:, None, :, None], 0) for x in (key, value))
         hidden = hidden.masked_fill(~key_padding_mask[:, :, None], 0) if hidden is not None else None
+    real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
     groups = query.shape[1] // key.shape[1]
     return _MECHANISMS[config.info.name](
         config,
         query,
         key.repeat_interleave(groups, dim=1),
         value.repeat_interleave(groups, dim=1),
+        is_causal=is_causal,
         allowed=allowed,
+        real=real,
+        global_mask=global_mask,
         attn_mask=attn_mask,
         scale=scale,
         weights=weights or {},

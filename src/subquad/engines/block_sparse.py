@@ -1,0 +1,264 @@
+"""The block-sparse engine: softmax over a chosen set of keys.
+
+A *layout* says, for each group of heads, which keys a query sees: the disjoint union of a few sets (see `key_sets`), and of
+global tokens, which all see and which see all. Whole sequences run as tiles; tokens that go on from a state meet, under a mask,
+the keys that it has kept.
+
+B batch, H query heads, K key-value heads, n tokens, D channels, Dv value channels, g global tokens, S keys in a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.engines import dense, store, tiles
+from subquad.engines.key_sets import KeySet, Tokens, seen_by_all
+from subquad.masks import real_first, zero_pads
+from subquad.state import Parts
+
+_STEP = 256  # tokens that go on from a state at a time
+
+Globals = tuple[Tensor, Tensor]  # positions (B or 1, g), and which of them are there (B or 1, g)
+Heads = tuple[int, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """Who sees whom.
+
+    Args:
+        groups: for each group of query heads (None: all) the sets of keys that it sees.
+        is_causal: a query sees no key after it.
+        counts_real: positions count real tokens only; the queries of pads give 0.
+        globals: the global tokens of a whole sequence.
+        first: how many of the first real tokens are global: all that decoding knows of global tokens.
+        extra: keys (K, m, D) and values (K, m, Dv) that every query sees besides.
+        rows: queries (B, H, n, D), keys (B, K, n, D) and values (B, K, n, Dv) for the rows of global tokens; None: the others'.
+    """
+
+    groups: tuple[tuple[Heads, tuple[KeySet, ...]], ...]
+    is_causal: bool
+    counts_real: bool = False
+    globals: Globals | None = None
+    first: int = 0
+    extra: tuple[Tensor, Tensor] | None = None
+    rows: tuple[Tensor, ...] | None = None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    key_padding_mask: Tensor | None,
+    scale: float | None,
+    seen: int = 0,
+    past: Parts | None = None,
+    return_state: bool = False,
+) -> tuple[Tensor, Parts | None]:
+    """Attention of query (B, H, n, D) to key (B, K, n, D), value (B, K, n, Dv); `seen` tokens went before, in `past`."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    key, value = zero_pads(key, key_padding_mask), zero_pads(value, key_padding_mask)
+    if past is not None:
+        return _go_on(query, key, value, layout, key_padding_mask, scale, seen, past)
+    out = _whole(query, key, value, layout, key_padding_mask, scale)
+    if not return_state:
+        return out, None
+    start = torch.zeros(key.shape[0], dtype=torch.int64, device=key.device)
+    state, _ = _remember({"count": start}, query, key, value, layout, key_padding_mask)
+    return out, _forget(state, layout, query.shape[1], key.shape[2])
+
+
+def _whole(query: Tensor, key: Tensor, value: Tensor, layout: Layout, mask: Tensor | None, scale: float) -> Tensor:
+    if not query.numel():
+        return query[..., :1].expand(*query.shape[:3], value.shape[-1])
+    order = None
+    if layout.counts_real and mask is not None:
+        order, mask = real_first(mask)
+        query, key, value = (_gather(x, order) for x in (query, key, value))
+    outs = [_group(*_select(query, key, value, heads), layout, sets, mask, scale) for heads, sets in layout.groups]
+    out = outs[0] if len(outs) == 1 else _unselect(outs, layout)
+    if layout.globals is not None:
+        out = _write_rows(out, query, key, value, layout, mask, scale)
+    if order is not None and mask is not None:
+        out = _ungather(out.masked_fill(~mask[:, None, :, None], 0), order)
+    return out.to(query.dtype)
+
+
+def _group(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    sets: Sequence[KeySet],
+    mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Heads that see the same sets: (B, H, n, Dv)."""
+    allowed = mask
+    if layout.globals is not None:  # a global token is seen as such, and not again in a set
+        allowed = ~_is_global(layout.globals, query.shape[0], query.shape[2])
+        allowed = allowed if mask is None else allowed & mask
+    barred = allowed is not None or any(s.needs_barred(query.shape[2]) for s in sets)
+    x = Tokens.of(query, key, value, allowed, barred, scale)
+    parts = [part for s in sets for part in s.parts(x)]
+    if layout.globals is not None:
+        parts.append(seen_by_all(x, *layout.globals, layout.is_causal))
+    if layout.extra is not None:
+        extra = [t.to(key.dtype).expand(key.shape[0], -1, -1, -1) for t in layout.extra]
+        more = Tokens.of(query[:, :, :0], extra[0], extra[1], None, barred, scale)
+        parts.append(x.meets(more.key, more.value))
+    out, _ = tiles.attend(parts, query.shape[2], x.scale)
+    return out.unflatten(0, query.shape[:2])[..., : value.shape[-1]]
+
+
+def _write_rows(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, layout: Layout, mask: Tensor | None, scale: float
+) -> Tensor:
+    """The rows of global tokens see all tokens; where the layout is causal, all before them."""
+    assert layout.globals is not None
+    index, there = (t.expand(query.shape[0], -1) for t in layout.globals)
+    query, key, value = (query, key, value) if layout.rows is None else layout.rows
+    length = query.shape[2]
+    visible = there.unsqueeze(-1).expand(-1, -1, length)  # (B, g, n)
+    if mask is not None:
+        visible = visible & mask.unsqueeze(1)
+    if layout.is_causal:
+        visible = visible & (torch.arange(length, device=query.device) <= index.unsqueeze(-1))
+    rows = _dense(_gather(query, index), key, value, visible.unsqueeze(1), scale)
+    target = torch.where(there, index, length)[:, None, :, None].expand(-1, out.shape[1], -1, out.shape[-1])
+    return F.pad(out, (0, 0, 0, 1)).scatter(2, target, rows.to(out.dtype))[:, :, :length]
+
+
+def _go_on(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    mask: Tensor | None,
+    scale: float,
+    seen: int,
+    state: Parts,
+) -> tuple[Tensor, Parts]:
+    """A few tokens at a time: they join the keys of the state, and meet those that they see."""
+    outs = [query[:, :, :0, :1].expand(-1, -1, -1, value.shape[-1])]
+    for q, k, v, real in _steps(query, key, value, mask):
+        state, position = _remember(state, q, k, v, layout, real)
+        outs.append(_step(q, state, position, layout, scale))
+        seen += q.shape[2]
+        state = _forget(state, layout, query.shape[1], seen)
+    return torch.cat(outs, dim=2), state
+
+
+def _steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Iterator[Any]:
+    parts = [x.split(_STEP, dim=2) if x.shape[2] else () for x in (query, key, value)]
+    masks = [None] * len(parts[0]) if mask is None else mask.split(_STEP, dim=1)
+    return zip(*parts, masks, strict=False)
+
+
+def _step(query: Tensor, state: Parts, position: Tensor, layout: Layout, scale: float) -> Tensor:
+    """Queries (B, H, n, D) at `position` (B, n) meet the keys that they see."""
+    key, value, j = (store.rows(state[name]) for name in ("key", "value", "position"))
+    heads = torch.arange(query.shape[1], device=query.device).reshape(1, -1, 1, 1)
+    i = position[:, None, :, None]  # (B, 1, n, 1)
+    j = j.squeeze(-1).repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(2)  # (B, H, 1, S)
+    visible = (j < layout.first) | (i < layout.first)
+    for members, sets in layout.groups:
+        ours = heads >= 0 if members is None else torch.isin(heads, torch.tensor(members, device=heads.device))
+        for s in sets:
+            visible = visible | (ours & s.sees(i, j, heads))
+    visible = visible & (j >= 0) & (j <= i)
+    if layout.extra is not None:
+        extra = [x.to(key.dtype).expand(key.shape[0], -1, -1, -1) for x in layout.extra]
+        key, value = torch.cat([extra[0], key], dim=2), torch.cat([extra[1], value], dim=2)
+        visible = F.pad(visible, (extra[0].shape[2], 0), value=True)
+    out = _dense(query, key, value, visible, scale)
+    return out.masked_fill(i < 0, 0) if layout.counts_real else out
+
+
+def _remember(
+    state: Parts, query: Tensor, key: Tensor, value: Tensor, layout: Layout, mask: Tensor | None
+) -> tuple[Parts, Tensor]:
+    """The state with these keys, and the positions (B, n) of their queries: from the first real token on, -1 before it."""
+    start, length = state["count"], key.shape[2]
+    assert isinstance(start, Tensor)
+    counted = torch.ones(key.shape[0], length, dtype=torch.bool, device=key.device)
+    if mask is not None:
+        counted = mask if layout.counts_real else (mask.cumsum(1) > 0) | (start[:, None] > 0)
+    position = torch.where(counted, start[:, None] + counted.cumsum(1) - 1, -1)
+    kept = position if mask is None else position.masked_fill(~mask, -1)
+    rows = {"key": key, "value": value, "position": kept[:, None, :, None].expand(-1, key.shape[1], -1, -1)}
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    return {**store.append(state, rows, recorded), "count": start + counted.sum(1)}, position
+
+
+def _forget(state: Parts, layout: Layout, heads: int, seen: int) -> Parts:
+    """What later queries can still see."""
+    count, kv_heads = state["count"], store.rows(state["key"]).shape[1]
+    assert isinstance(count, Tensor)
+    now = count.reshape(-1, 1, 1, 1)
+    members = torch.arange(heads, device=count.device).reshape(kv_heads, -1, 1)  # (K, G, 1)
+    sets = [s for _, group in layout.groups for s in group]
+
+    def keep(position: Tensor) -> Tensor:
+        j = position.unsqueeze(2)  # (B, K, 1, S)
+        kept = j < layout.first
+        for s in sets:
+            kept = kept | s.keeps(j, now, members)
+        return (kept & (j >= 0)).any(2)
+
+    room = layout.first + sum(s.room(seen, heads // kv_heads) for s in sets)
+    return store.forget(state, keep, min(room, seen))
+
+
+def _is_global(tokens: Globals, batch: int, length: int) -> Tensor:
+    """(B, n)."""
+    index, there = tokens
+    room = torch.zeros(batch, length + 1, dtype=torch.bool, device=index.device)
+    return room.scatter(1, torch.where(there, index, length).expand(batch, -1), True)[:, :length]
+
+
+def _select(query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Some query heads, and the key-value head of each."""
+    if heads is None:
+        return query, key, value
+    kv_heads = [head * key.shape[1] // query.shape[1] for head in heads]
+    return query[:, list(heads)], key[:, kv_heads], value[:, kv_heads]
+
+
+def _unselect(outs: Sequence[Tensor], layout: Layout) -> Tensor:
+    order = [head for heads, _ in layout.groups for head in heads or ()]
+    return torch.cat(list(outs), dim=1)[:, [order.index(head) for head in range(len(order))]]
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+    out, _ = dense.attend(
+        query,
+        key,
+        value,
+        is_causal=False,
+        key_padding_mask=None,
+        attn_mask=visible,
+        scale=scale,
+        dropout_p=0.0,
+        past=None,
+        return_state=False,
+    )
+    return out
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """The tokens `index` (B, m) of x (B, h, n, D)."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+
+
+def _ungather(x: Tensor, index: Tensor) -> Tensor:
+    """What `_gather` with a permutation did, undone."""
+    return torch.zeros_like(x).scatter(2, index[:, None, :, None].expand_as(x), x)

@@ -1,0 +1,44 @@
+"""Keys and values that a state keeps, while later queries can still see them.
+
+Rows are appended in place (`Growing`). Those that no later query can see stay until there are as many of them as of the others;
+then the rows that matter move to a new buffer: a few operations a token, and never more than twice the rows that are needed.
+
+B batch, K key-value heads, S rows kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from subquad.state import Growing, Parts
+
+_SPARE = 64  # rows; moving fewer than that is not worth it
+
+
+def rows(part: Tensor | Growing) -> Tensor:
+    return part if isinstance(part, Tensor) else part.rows
+
+
+def append(state: Parts, new: Mapping[str, Tensor], recorded: bool) -> Parts:
+    """`state` with the rows of `new` (B, K, n, ...) at the end of its parts of the same name."""
+    grown = {}
+    for name, x in new.items():
+        old = state.get(name, x[:, :, :0])
+        grown[name] = (Growing(old) if isinstance(old, Tensor) else old).append(x, recorded=recorded)
+    return {**state, **grown}
+
+
+def forget(state: Parts, keep: Callable[[Tensor], Tensor], room: int) -> Parts:
+    """Once the rows are twice `room`, only the kept ones: `keep` maps positions (B, K, S) to bool, true for at most `room`."""
+    growing = {name: rows(part) for name, part in state.items() if isinstance(part, Growing)}
+    position = growing["position"].squeeze(-1)
+    if position.shape[2] < 2 * max(room, _SPARE):
+        return state
+    kept = keep(position)
+    order = kept.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :room].unsqueeze(-1)  # (B, K, room, 1)
+    moved = {name: x.gather(2, order.expand(-1, -1, -1, x.shape[-1])) for name, x in growing.items()}
+    moved["position"] = moved["position"].masked_fill(~kept.unsqueeze(-1).gather(2, order), -1)
+    return {**state, **{name: Growing(x) for name, x in moved.items()}}

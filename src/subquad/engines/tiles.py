@@ -1,0 +1,259 @@
+"""Exact softmax over sets of keys that are given as tiles: the kernel of the sparse engines.
+
+A *tile* is a run of equal blocks of queries, each of which meets one run of keys. A *part* is a list of tiles over its own
+arrangement of queries and keys. Every query's set of keys is the disjoint union of what its parts show it, and softmax over a
+union is the softmaxes over the parts, weighed by their log-sum-exp:
+
+    o = sum_p e^(l_p - l) o_p,    l = log sum_p e^(l_p)
+
+Keys are read through overlapping views, never copied for a tile. The backward pass recomputes the weights of each part from
+`l` and the merged output (Dao et al., 2022, arXiv:2205.14135), so memory stays linear.
+
+A pair is barred by adding `BARRED` to its score. A query whose every pair is barred gives 0.
+
+Z sequences, S subsequences of each, G queries a group, n queries, m keys, W channels; R = Z G rows of output, N queries each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BARRED = -1e30  # below every score, yet finite: its exponential is 0, and no infinity meets another
+_NOTHING = BARRED / 10  # a log-sum-exp below this is one of barred pairs only
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """`count` blocks of `rows` queries, from `start` on; block b meets `columns` keys, from `first + b * step` on.
+
+    `mask` (Z or 1, count or 1, rows or 1, columns) is added to the scores. `is_causal`: query i meets keys 0 to i of a block.
+    """
+
+    start: int
+    rows: int
+    count: int
+    first: int
+    step: int
+    columns: int
+    mask: Tensor | None = None
+    is_causal: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What `tiles` show of `key` (Z, S, m, W), `value` (Z, S, m, W) to `query` (Z, S, G, n, W).
+
+    `place` (R or 1, S n) is the row of the output, 0 to N - 1, that a query belongs to, and N for a query to forget; rows may
+    repeat. None: as they stand.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    tiles: Sequence[Tile]
+    place: Tensor | None = None
+
+
+def attend(parts: Sequence[Part], length: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax over all that the parts show: the output (R, N, W), and which of its rows met no key (R, N)."""
+    plan = [[replace(tile, mask=None) for tile in part.tiles] for part in parts]  # tensors go to apply by themselves
+    tensors = [[p.query, p.key, p.value, p.place, *(t.mask for t in p.tiles)] for p in parts]
+    return _Merged.apply(plan, length, scale, *itertools.chain.from_iterable(tensors))  # type: ignore[no-untyped-call]
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Any, length: int, scale: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        parts = _unpack(plan, tensors)
+        results = [_forward_part(part, scale) for part in parts]
+        out, lse = _merge(results, [part.place for part in parts], length)
+        empty = lse < _NOTHING
+        out.masked_fill_(empty.unsqueeze(-1), 0)
+        lse.masked_fill_(empty, 0)  # so that e^(score - lse) of a barred pair is 0
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.plan, ctx.scale = plan, scale
+        ctx.mark_non_differentiable(empty)
+        return out, empty
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        grads: list[Tensor | None] = []
+        for part in _unpack(ctx.plan, tensors):
+            placed = [t if part.place is None else _take(t, part.place) for t in (grad, out, lse)]
+            grads += [*_backward_part(part, placed, ctx.scale), None, *(None for _ in part.tiles)]
+        return None, None, None, *grads
+
+
+def _unpack(plan: Sequence[Sequence[Tile]], tensors: Sequence[Any]) -> list[Part]:
+    parts, rest = [], list(tensors)
+    for tiles in plan:
+        (query, key, value, place, *masks), rest = rest[: 4 + len(tiles)], rest[4 + len(tiles) :]
+        tiles = [replace(tile, mask=mask) for tile, mask in zip(tiles, masks, strict=True)]
+        parts.append(Part(query, key, value, tiles, place))
+    return parts
+
+
+def _forward_part(part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    """(R, S n, W) and its log-sum-exp (R, S n)."""
+    query = part.query
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1])
+    for tile in part.tiles:
+        key, value = (_keys(x, tile) for x in (part.key, part.value))
+        found, level = _kernel(_queries(query, tile), _spread(key, tile, query), _spread(value, tile, query), tile, scale)
+        rows = slice(tile.start, tile.start + tile.count * tile.rows)
+        out[:, :, :, rows] = _restore(found, tile, query)
+        lse[:, :, :, rows] = _restore(level.unsqueeze(-1), tile, query).squeeze(-1)
+    return _rows(out), _rows(lse.unsqueeze(-1)).squeeze(-1)
+
+
+def _backward_part(part: Part, results: Sequence[Tensor], scale: float) -> list[Tensor]:
+    """The gradients of query, key and value; `results` are the output's gradient, output and log-sum-exp, (R, S n, ...)."""
+    grads = [torch.zeros_like(x) for x in (part.query, part.key, part.value)]
+    query = part.query
+    grad, out, lse = (_unrows(x if x.dim() == 3 else x.unsqueeze(-1), query) for x in results)
+    for tile in part.tiles:
+        key, value = (_spread(_keys(x, tile), tile, query) for x in (part.key, part.value))
+        rows_of = [_queries(x, tile) for x in (grad, query, out, lse)]
+        found = _kernel_backward(rows_of[0], rows_of[1], key, value, rows_of[2], rows_of[3].squeeze(-1), tile, scale)
+        rows = slice(tile.start, tile.start + tile.count * tile.rows)
+        grads[0][:, :, :, rows] = _restore(found[0], tile, query)
+        for total, new in zip(grads[1:], found[1:], strict=True):
+            _add_keys(total.flatten(0, 1), new, tile)
+    return grads
+
+
+def _merge(results: Sequence[tuple[Tensor, Tensor]], places: Sequence[Tensor | None], length: int) -> tuple[Tensor, Tensor]:
+    if len(results) == 1 and places[0] is None:
+        return results[0]
+    largest = torch.stack([_put(lse, place, length, "amax") for (_, lse), place in zip(results, places, strict=True)]).amax(0)
+    total, out = torch.zeros_like(largest), torch.zeros_like(results[0][0][:, :1]).repeat(1, length, 1)
+    for (o, lse), place in zip(results, places, strict=True):
+        weight = (lse - (largest if place is None else _take(largest, place))).exp()
+        total += _put(weight, place, length, "sum")
+        out += _put(o * weight.unsqueeze(-1), place, length, "sum")
+    return out.div_(total.unsqueeze(-1)), largest + total.log()
+
+
+def _put(x: Tensor, place: Tensor | None, length: int, reduce: str) -> Tensor:
+    """x (R, n, ...) at rows `place` of (R, N, ...): summed, or the largest, where several meet."""
+    if place is None:
+        return x
+    index = _like(place, x)
+    room = x.new_full((x.shape[0], length + 1, *x.shape[2:]), BARRED if reduce == "amax" else 0.0)
+    return room.scatter_reduce_(1, index, x, reduce).narrow(1, 0, length)
+
+
+def _take(x: Tensor, place: Tensor) -> Tensor:
+    """The rows `place` of x (R, N, ...), 0 for row N."""
+    room = F.pad(x, (0, 0) * (x.dim() - 2) + (0, 1))
+    return room.gather(1, _like(place, x))
+
+
+def _like(place: Tensor, x: Tensor) -> Tensor:
+    place = place.expand(x.shape[0], -1)
+    return place if x.dim() == 2 else place.unsqueeze(-1).expand(-1, -1, x.shape[2])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(Z, S, G, n, W) -> (Z G, S n, W)."""
+    return x.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def _unrows(x: Tensor, query: Tensor) -> Tensor:
+    """(Z G, S n, W) -> (Z, S, G, n, W)."""
+    sequences, subsequences, groups, queries, _ = query.shape
+    return x.reshape(sequences, groups, subsequences, queries, x.shape[-1]).transpose(1, 2)
+
+
+def _queries(x: Tensor, tile: Tile) -> Tensor:
+    """The tile's rows of x (Z, S, G, n, W): (Z S, G, rows, W) for a single block, otherwise (Z S, count, G rows, W)."""
+    x = x[:, :, :, tile.start : tile.start + tile.count * tile.rows].flatten(0, 1)
+    if tile.count == 1:
+        return x
+    return x.unflatten(2, (tile.count, tile.rows)).transpose(1, 2).flatten(2, 3)
+
+
+def _restore(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
+    """What `_queries` did, undone: (Z, S, G, count rows, W)."""
+    if tile.count > 1:
+        x = x.unflatten(2, (-1, tile.rows)).transpose(1, 2).flatten(2, 3)
+    return x.unflatten(0, query.shape[:2])
+
+
+def _keys(x: Tensor, tile: Tile) -> Tensor:
+    """The tile's keys of x (Z, S, m, W): (Z S, count, columns, W), as overlapping views."""
+    x = x.flatten(0, 1)[:, tile.first : tile.first + (tile.count - 1) * tile.step + tile.columns]
+    if tile.step == 0 or tile.count == 1:
+        return x.unsqueeze(1).expand(-1, tile.count, -1, -1)
+    return x.unfold(1, tile.columns, tile.step).mT
+
+
+def _spread(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
+    """One block's keys for every query of a group."""
+    return x.expand(-1, query.shape[2], -1, -1) if tile.count == 1 else x
+
+
+def _add_keys(total: Tensor, new: Tensor, tile: Tile) -> None:
+    """Add new (Z S, count, columns, W), or a single block's (Z S, G, columns, W), to the keys of total (Z S, m, W)."""
+    if tile.step == 0 or tile.count == 1:
+        total[:, tile.first : tile.first + tile.columns] += new.sum(1)
+        return
+    for start in range(0, tile.columns, tile.step):
+        width = min(tile.step, tile.columns - start)
+        first = tile.first + start
+        span = total[:, first : first + (tile.count - 1) * tile.step + width]
+        span.unfold(1, width, tile.step).mT.add_(new[:, :, start : start + width])
+
+
+def _tile_mask(tile: Tile, queries: Tensor) -> Tensor | None:
+    """The mask, repeated for the queries of a group."""
+    mask = tile.mask
+    if mask is None or mask.shape[2] in (1, queries.shape[2]):
+        return mask
+    return mask.repeat(1, 1, queries.shape[2] // mask.shape[2], 1)
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention of (Z, h, n, W) and its log-sum-exp (Z, h, n)."""
+    mask = _tile_mask(tile, query)
+    if query.device.type == "cpu" and query.numel() and key.numel():
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, tile.is_causal, attn_mask=mask, scale=scale
+        )
+    scores = _scores(query, key, mask, tile, scale)
+    lse = scores.logsumexp(-1) if key.shape[2] else query.new_full(query.shape[:3], BARRED)
+    return (scores - lse.unsqueeze(-1)).exp() @ value, lse
+
+
+def _kernel_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, where `out` and `lse` are those of all keys together."""
+    mask = _tile_mask(tile, query)
+    if query.device.type == "cpu" and query.numel() and key.numel():
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, tile.is_causal, attn_mask=mask, scale=scale
+        )
+    weights = (_scores(query, key, mask, tile, scale) - lse.unsqueeze(-1)).exp()
+    inner = grad @ value.mT - (grad * out).sum(-1, keepdim=True)
+    scores = weights * inner * scale
+    return scores @ key, scores.mT @ query, weights.mT @ grad
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, tile: Tile, scale: float) -> Tensor:
+    scores = query @ key.mT * scale
+    if mask is not None:
+        scores = scores + mask
+    if tile.is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, BARRED)
+    return scores

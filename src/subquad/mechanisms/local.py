@@ -1,0 +1,51 @@
+"""Local attention: every query sees the keys around it.
+
+    o_i = sum_j softmax_j(s q_i . k_j) v_j    over |i - j| <= window * dilation,  (i - j) mod dilation = 0
+
+and j <= i when causal. O(N window D) time. Runs on overlapping views of the keys, without copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from subquad.engines.block_sparse import Layout
+from subquad.engines.key_sets import Window
+from subquad.mechanisms.base import Call, Info
+from subquad.mechanisms.block_sparse import Pattern, refuses
+
+INFO = Info(
+    name="local",
+    engine="block_sparse",
+    idea="every query sees the keys within a window around it",
+    paper="Child et al., 2019, Generating Long Sequences with Sparse Transformers, arXiv:1904.10509; Beltagy et al., 2020",
+    time="O(N w D), w keys to each side",
+    memory="O(N D)",
+    state="O(w D), the window",
+    refuses=refuses(),
+    small={"window": 12},
+    variants=({"window": 5, "dilation": 3}, {"window": 100}),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Pattern):
+    """A sliding window.
+
+    Args:
+        window: how many steps to each side a query sees; when causal, to the left only.
+        dilation: how many tokens a step is.
+    """
+
+    info: ClassVar[Info] = INFO
+    window: int = 256
+    dilation: int = 1
+
+    def __post_init__(self) -> None:
+        self._require_whole("window")
+        self._require_count("dilation")
+
+    def layout(self, call: Call) -> Layout:
+        window = Window(self.window, 0 if call.is_causal else self.window, self.dilation)
+        return Layout(groups=((None, (window,)),), is_causal=call.is_causal)

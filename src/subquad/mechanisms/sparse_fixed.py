@@ -1,0 +1,70 @@
+"""Fixed sparse attention: the own block of tokens, and the last few tokens of every block, which sum it up.
+
+    merged   j in the block of i, that is j // l = i // l, or j mod l >= l - c
+    split    j in the block of i, in the first half of the heads; j mod l >= l - c or j = i, in the others
+
+and j <= i when causal. Child et al., 2019. O(N (l + c N/l) D) time: O(N sqrt(N) D) at l = sqrt(N), the default. Blocks count
+real tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from subquad.engines.block_sparse import Layout
+from subquad.engines.key_sets import Blocks, Ends
+from subquad.mechanisms.base import Call, Info
+from subquad.mechanisms.block_sparse import HEADS, Heads, Pattern, default_stride, halves, no_stride, refuses
+
+INFO = Info(
+    name="sparse_fixed",
+    engine="block_sparse",
+    idea="every query sees its own block of l tokens and the last c tokens of every block",
+    paper="Child et al., 2019, Generating Long Sequences with Sparse Transformers, arXiv:1904.10509",
+    time="O(N (l + c N/l) D), stride l, c summary tokens",
+    memory="O(N D)",
+    state="O((l + c T/l) D), the block and the summary tokens; needs a stride",
+    refuses=refuses(),
+    variants=({"stride": 7, "summary": 2}, {"stride": 64, "summary": 3, "heads": "split"}, {"stride": 4, "summary": 4}),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseFixed(Pattern):
+    """Blocks and their summary tokens.
+
+    Args:
+        stride: l, the tokens of a block; None takes the root of the length, rounded, which is defined bidirectionally only.
+        summary: c, how many tokens at the end of each block all later queries see.
+        heads: "merged", both sets in every head; "split", one each in half of the heads.
+    """
+
+    info: ClassVar[Info] = INFO
+    stride: int | None = None
+    summary: int = 1
+    heads: Heads = "merged"
+
+    def __post_init__(self) -> None:
+        self._require_count("summary")
+        if self.stride is not None:
+            self._require_count("stride")
+            if self.summary > self.stride:
+                self._refuse("summary", f"is at most stride, {self.stride}")
+        self._require_choice("heads", HEADS)
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        return self.info.refuses if self.stride is not None else no_stride(self.info)
+
+    def layout(self, call: Call) -> Layout:
+        stride = self.stride or default_stride(call)
+        count = min(self.summary, stride)
+        own, ends = Blocks(stride, is_causal=call.is_causal), Ends(stride, count, call.is_causal)
+        if self.heads == "merged":
+            return Layout(groups=((None, (own, ends)),), is_causal=call.is_causal, counts_real=True)
+        first, second = halves(call.query.shape[1])
+        own_ends = Blocks(stride, is_causal=call.is_causal, ends=count)
+        groups = ((first, (own,)), (second, (own_ends, ends)))
+        return Layout(groups=groups if second else groups[:1], is_causal=call.is_causal, counts_real=True)

@@ -1,0 +1,148 @@
+"""Softmax over the pairs that a pattern allows: who sees whom, as plain loops and comparisons over positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.reference import softmax
+
+
+def local(config: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
+    i, j = _pairs(query)
+    return _over(_window(i, j, config.window, config.dilation), query, key, value, **call)
+
+
+def sparse_strided(config: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
+    i, j = _pairs(query)
+    stride = config.stride or max(1, round(query.shape[2] ** 0.5))
+    near, far = (i - j).abs() < stride, (i - j) % stride == 0
+    return _over(_by_half(near, far, near | far, config, query), query, key, value, **call)
+
+
+def sparse_fixed(config: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
+    position, call = _counted(call)
+    i, j = position[:, None, :, None], position[:, None, None, :]
+    stride = config.stride or max(1, round(query.shape[2] ** 0.5))
+    own, summary = i // stride == j // stride, j % stride >= stride - config.summary
+    seen = _by_half(own, summary | (i == j), own | summary, config, query)
+    return _over(seen & (i >= 0) & (j >= 0), query, key, value, **call)
+
+
+def longformer(
+    config: Any, query: Tensor, key: Tensor, value: Tensor, *, weights: Mapping[str, Tensor], hidden: Tensor | None, **call: Any
+) -> Tensor:
+    heads = query.shape[1]
+    i, j = _pairs(query)
+    dilations = config.dilation if isinstance(config.dilation, tuple) else (config.dilation,) * heads
+    window = torch.stack([_window(i, j, config.window, d)[0, 0] for d in dilations])[None]
+    real, tokens = call["real"], call["global_mask"]
+    if tokens is None:
+        since_first = (real.cumsum(1) > 0).cumsum(1) - 1
+        tokens = (since_first >= 0) & (since_first < config.num_global)
+    tokens = tokens & real
+    rows = tokens[:, None, :, None]
+    out = _over(window | tokens[:, None, None, :] | rows, query, key, value, **call)
+    if not config.global_projections:
+        return out
+    assert hidden is not None
+
+    def project(name: str) -> Tensor:
+        weight, bias = (weights[f"global_{name}_{part}"].to(hidden.dtype) for part in ("weight", "bias"))
+        width = value.shape[-1] if name == "value" else query.shape[-1]
+        projected = (hidden @ weight.mT + bias).unflatten(-1, (-1, width)).transpose(1, 2)
+        return projected.repeat_interleave(heads // projected.shape[1], dim=1)
+
+    all_pairs = torch.ones_like(rows)
+    return torch.where(rows, _over(all_pairs, project("query"), project("key"), project("value"), **call), out)
+
+
+def bigbird(config: Any, query: Tensor, key: Tensor, value: Tensor, *, weights: Mapping[str, Tensor], **call: Any) -> Tensor:
+    position, call = _counted(call)
+    batch, heads, length, _ = query.shape
+    first, last = (0, 0) if config.mode == "etc" else ((config.globals + 1) // 2, config.globals // 2)
+    if call["is_causal"]:
+        last = 0
+    seen = torch.zeros(batch, heads, length, length, dtype=torch.bool, device=query.device)
+    for b in range(batch):
+        blocks = -(-int(call["real"][b].sum()) // config.block)
+        block = position[b] // config.block  # -1 for pads: the last row and column of the table, which stay empty
+        for h in range(heads):
+            table = torch.zeros(blocks + 1, blocks + 1, dtype=torch.bool, device=query.device)
+            for n in range(blocks):
+                visible = _visible(n, blocks, int(weights["draw"][h]), config, first, last, call["is_causal"])
+                table[n, sorted(visible)] = True
+            seen[b, h] = table[block[:, None], block[None, :]]
+    if config.mode == "itc":
+        return _over(seen, query, key, value, **call)
+    groups = heads // weights["global_key"].shape[0]
+    tokens = [weights[name].to(query.dtype).repeat_interleave(groups, dim=0) for name in ("global_key", "global_value")]
+    key, value = (torch.cat([t.expand(batch, -1, -1, -1), x], dim=2) for t, x in zip(tokens, (key, value), strict=True))
+    extra = torch.ones(*seen.shape[:3], tokens[0].shape[1], dtype=torch.bool, device=seen.device)
+    real = call.pop("real")[:, None, :, None]
+    allowed = torch.cat([extra & real, seen & call.pop("allowed")], dim=-1)
+    return softmax.attention(config, query, key, value, allowed=allowed, **call)
+
+
+def _visible(n: int, blocks: int, key: int, config: Any, first: int, last: int, is_causal: bool) -> set[int]:
+    """The blocks that block n sees, among `blocks`."""
+    side = config.window // 2
+    window = {m for m in range(n - side, n + side + 1) if 0 <= m < blocks}
+    tokens = {m for m in range(blocks) if m < first or m >= blocks - last}
+    if n in tokens:
+        return set(range(blocks))
+    rest = [m for m in range(blocks) if m not in window | tokens]
+    if is_causal:
+        sample: list[int] = []
+        for c, m in enumerate(m for m in rest if m < n):
+            slot = c if c < config.random else _random(key, c) % (c + 1)
+            if slot < config.random:
+                sample[slot : slot + 1] = [m]
+        return window | tokens | set(sample)
+    chosen: list[int] = []
+    for draw in range(min(config.random, len(rest))):
+        left = [m for m in rest if m not in chosen]
+        chosen.append(left[_random(key, n * config.random + draw) % len(left)])
+    return window | tokens | set(chosen)
+
+
+def _random(key: int, counter: int) -> int:
+    return _mix(key ^ _mix(counter))
+
+
+def _mix(x: int) -> int:
+    x = (x ^ x >> 16) * 0x21F0AAAD % 2**32
+    x = (x ^ x >> 15) * 0x735A2D97 % 2**32
+    return x ^ x >> 15
+
+
+def _pairs(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of queries (1, 1, N, 1) and of keys (1, 1, 1, N)."""
+    position = torch.arange(query.shape[2], device=query.device)
+    return position[None, None, :, None], position[None, None, None, :]
+
+
+def _window(i: Tensor, j: Tensor, window: int, dilation: int) -> Tensor:
+    return ((i - j).abs() <= window * dilation) & ((i - j) % dilation == 0)
+
+
+def _by_half(first: Tensor, second: Tensor, both: Tensor, config: Any, query: Tensor) -> Tensor:
+    """`both` in every head, or `first` in the first half of the heads and `second` in the others."""
+    if config.heads == "merged":
+        return both
+    head = torch.arange(query.shape[1], device=query.device)[None, :, None, None]
+    return torch.where(head < (query.shape[1] + 1) // 2, first, second)
+
+
+def _counted(call: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """The number (B, N) of every token among the real ones, -1 for pads, whose rows see nothing."""
+    real = call["real"]
+    position = torch.where(real, real.cumsum(1) - 1, -1)
+    return position, {**call, "allowed": call["allowed"] & real[:, None, :, None]}
+
+
+def _over(seen: Tensor, query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor, scale: float | None, **_: Any) -> Tensor:
+    return softmax.attention(None, query, key, value, allowed=allowed & seen, attn_mask=None, scale=scale)
