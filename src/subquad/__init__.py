@@ -9,7 +9,7 @@ from subquad.errors import (
     UnknownMethodError,
     UnsupportedError,
 )
-from subquad.mechanisms import RFA, Config, Efficient, Info, Linear, Performer, Plain, Softmax, Taylor
+from subquad.mechanisms import RFA, Clustered, Config, Efficient, Info, Linear, Performer, Plain, Softmax, Taylor
 from subquad.registry import info, methods, why_not
 from subquad.state import State
 
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "RFA",
     "Attention",
+    "Clustered",
     "Config",
     "Efficient",
     "Info",

@@ -1,6 +1,7 @@
 """One file a mechanism: its formula, paper and cost; its options; its idea; its record."""
 
 from subquad.mechanisms.base import NEEDS, Call, Config, Info, Spec
+from subquad.mechanisms.clustered import Clustered
 from subquad.mechanisms.efficient import Efficient
 from subquad.mechanisms.linear import Linear
 from subquad.mechanisms.performer import Performer
@@ -10,13 +11,14 @@ from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.taylor import Taylor
 
 # Registering a mechanism is adding it here.
-MECHANISMS: tuple[type[Config], ...] = (Softmax, Linear, Taylor, Plain, Efficient, Performer, RFA)
+MECHANISMS: tuple[type[Config], ...] = (Softmax, Linear, Taylor, Plain, Efficient, Performer, RFA, Clustered)
 
 __all__ = [
     "MECHANISMS",
     "NEEDS",
     "RFA",
     "Call",
+    "Clustered",
     "Config",
     "Efficient",
     "Info",
