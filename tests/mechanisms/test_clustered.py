@@ -69,6 +69,14 @@ def test_k_means_by_hand():
     ]
 
 
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+def test_the_nearest_is_the_first_largest(integer):
+    code, centroid = (clustered._sign(torch.randn(2, 3, n, 6)) for n in (50, 20))
+    agreement, precedence = code @ centroid.mT, 19 - torch.arange(20, dtype=integer)
+    assert ((agreement == agreement.amax(-1, keepdim=True)).sum(-1) > 1).any()
+    assert torch.equal(clustered._nearest(code, centroid, precedence), agreement.argmax(-1))
+
+
 def test_ties_go_to_the_first():
     same = torch.ones(1, 1, 5, 8)
     assert (clustered.assign(same, None, 3, 4) == 0).all()

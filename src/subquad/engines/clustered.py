@@ -25,7 +25,7 @@ from subquad.engines.kernelized import wide
 from subquad.masks import zero_pads
 
 # Numbers worked on at a time: so few that they stay in cache, so many that the operations outweigh their calls.
-_PIECE = 2**18
+_PIECE = 2**19
 
 
 def attend(
@@ -69,36 +69,43 @@ def assign(code: Tensor, real: Tensor | None, clusters: int, iterations: int) ->
 
     A row of n real codes starts from those of rank floor(c n / C), C being `clusters` or n if that is less.
     """
-    first, used = _start(code, real, clusters)
+    first, precedence = _start(code, real, clusters)
     centroid = _rows(code, first)  # (B, H, C, bits)
     members = zero_pads(F.pad(code, (0, 1), value=1.0), real)  # the last column counts
     for _ in range(iterations):
-        total = _sums(members, _nearest(code, centroid, used), clusters)
+        total = _sums(members, _nearest(code, centroid, precedence), clusters)
         centroid = torch.where(total[..., -1:] > 0, _sign(total[..., :-1]), centroid)
-    return _nearest(code, centroid, used)
+    return _nearest(code, centroid, precedence)
 
 
-def _start(code: Tensor, real: Tensor | None, clusters: int) -> tuple[Tensor, Tensor | None]:
-    """Which codes are the first centroids (B, H, C), and which of the C clusters a row has, (B, 1, 1, C), or None for all."""
-    batch, heads, queries, _ = code.shape
+def _start(code: Tensor, real: Tensor | None, clusters: int) -> tuple[Tensor, Tensor]:
+    """Which codes are the first centroids (B, H, C), and the precedence of clusters (C,) or (B, 1, 1, C), see `_nearest`."""
+    batch, heads, queries, bits = code.shape
     rank = torch.arange(clusters, device=code.device)
+    integer = torch.int32 if 3 * (bits + 1) * clusters < 2**31 else torch.int64  # the former is faster
+    precedence = (clusters - 1 - rank).to(integer)
     if real is None:
-        return (rank * queries // clusters).expand(batch, heads, clusters), None
+        return (rank * queries // clusters).expand(batch, heads, clusters), precedence
     n = real.sum(-1, keepdim=True)  # (B, 1)
     count = n.clamp(max=clusters)
-    nth = real.cumsum(-1)  # (B, N): a real code is the how-many-th
-    first = torch.searchsorted(nth, rank * n // count.clamp(min=1) + 1).clamp(max=queries - 1)  # (B, C)
-    return first.unsqueeze(1).expand(batch, heads, clusters), (rank < count)[:, None, None]
+    first = torch.searchsorted(real.cumsum(-1), rank * n // count.clamp(min=1) + 1).clamp(max=queries - 1)  # (B, C)
+    unused = (rank >= count)[:, None, None]
+    precedence = torch.where(unused, precedence - (2 * bits + 1) * clusters, precedence)  # below all that are used
+    return first.unsqueeze(1).expand(batch, heads, clusters), precedence
 
 
-def _nearest(code: Tensor, centroid: Tensor, used: Tensor | None) -> Tensor:
-    """The first of the nearest centroids, (B, H, N)."""
+def _nearest(code: Tensor, centroid: Tensor, precedence: Tensor) -> Tensor:
+    """The nearest centroid (B, H, N), of equally near ones the first.
+
+    The integers C (code . centroid_c) + precedence_c, with precedence_c = C - 1 - c modulo C, all differ, so that their maximum
+    tells which it is; `amax` is much faster than `argmax`.
+    """
     nearest = []
-    row = code.shape[0] * code.shape[1] * centroid.shape[2]
-    for part in code.split(_lengths(code.shape[2], row, whole=False), dim=2):
-        agreement = part @ centroid.mT  # (B, H, n, C)
-        nearest.append((agreement if used is None else agreement.masked_fill(~used, -math.inf)).argmax(-1))
-    return torch.cat(nearest, dim=2)
+    clusters = centroid.shape[2]
+    for part in code.split(_lengths(code.shape[2], code.shape[0] * code.shape[1] * clusters, whole=False), dim=2):
+        agreement = (part @ centroid.mT).to(precedence.dtype)  # (B, H, n, C)
+        nearest.append(clusters - 1 - torch.add(precedence, agreement, alpha=clusters).amax(-1) % clusters)
+    return torch.cat(nearest, dim=2).to(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ class _Blocks:
 
 def _blocks(assignment: Tensor, clusters: int) -> _Blocks:
     batch, heads, queries = assignment.shape
-    size = max(2 * math.isqrt(queries // clusters) - 1, 1)  # few blocks, and few free places
+    size = 3 * math.isqrt(queries // clusters) - 2  # few blocks, and few free places
     blocks = (queries + clusters * (size - 1)) // size  # as many as there can be
 
     def count(n: int) -> Tensor:
