@@ -51,15 +51,14 @@ def attend(
     real = key_padding_mask if queries == keys else None
     clusters = min(clusters, queries)
     q = query.to(wide(query))
-    code = _sign(q @ projection.to(q.dtype).mT)  # (B, H, N, bits)
-    assignment = assign(code, real, clusters, iterations)  # (B, H, N)
+    assignment = assign(_sign(q @ projection.to(q.dtype).mT), real, clusters, iterations)  # (B, H, N)
 
     count = _sums(zero_pads(torch.ones_like(q[..., :1]), real), assignment, clusters)
     centroid = _sums(zero_pads(q, real), assignment, clusters) / count.clamp(min=1)  # (B, H, C, D)
     key, value = (zero_pads(x.to(q.dtype), key_padding_mask) for x in (key, value))
-    source = _Source(key, value, key_padding_mask)
-    shared = _share(centroid * scale, source, min(topk, keys), whole)
-    out = _meet(q * scale, source, shared, _blocks(assignment, clusters), whole) if topk else _rows(shared.rest, assignment)
+    source = _Source(key, value, key_padding_mask, scale)
+    shared = _share(centroid, source, min(topk, keys), whole)
+    out = _meet(q, source, shared, _blocks(assignment, clusters), whole) if topk else _rows(shared.rest, assignment)
     return out.to(query.dtype)
 
 
@@ -110,11 +109,12 @@ def _nearest(code: Tensor, centroid: Tensor, precedence: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Source:
-    """Keys and values, 0 in pads."""
+    """Keys and values, 0 in pads, and the factor on q . k."""
 
     key: Tensor
     value: Tensor
     mask: Tensor | None  # (B, M)
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Shared:
 
 
 def _share(centroid: Tensor, source: _Source, topk: int, whole: bool) -> _Shared:
-    """Attention of the scaled centroids (B, H, C, D)."""
+    """Attention of the centroids (B, H, C, D)."""
     row = centroid.shape[0] * centroid.shape[1] * source.key.shape[2]
     parts = centroid.split(_lengths(centroid.shape[2], row, whole), dim=2)
     pieces = zip(*(_share_piece(part, source, topk) for part in parts), strict=True)
@@ -135,8 +135,9 @@ def _share(centroid: Tensor, source: _Source, topk: int, whole: bool) -> _Shared
 
 
 def _share_piece(centroid: Tensor, source: _Source, topk: int) -> tuple[Tensor, ...]:
+    """The parts of `_Shared` for c of the centroids."""
     groups = centroid.unflatten(1, (source.key.shape[1], -1))  # (B, K, G, c, D)
-    scores = groups.flatten(2, 3) @ source.key.mT  # (B, K, G c, M)
+    scores = (groups * source.scale).flatten(2, 3) @ source.key.mT  # (B, K, G c, M)
     pad = None if source.mask is None else ~source.mask[:, None, None, :]
     weights = _softmax(scores, pad)
     top = _largest(scores.detach() if pad is None else scores.detach().masked_fill(pad, -math.inf), topk)
@@ -193,9 +194,9 @@ def _blocks(assignment: Tensor, clusters: int) -> _Blocks:
 
 
 def _meet(query: Tensor, source: _Source, shared: _Shared, blocks: _Blocks, whole: bool) -> Tensor:
-    """Scaled queries (B, H, N, D) with the keys of their clusters: (B, H, N, Dv)."""
-    batch, heads, number = blocks.cluster.shape
-    row = batch * heads * shared.top.shape[-1] * (query.shape[-1] + source.value.shape[-1])
+    """Queries (B, H, N, D) with the keys of their clusters: (B, H, N, Dv)."""
+    batch, heads, number, size = blocks.query.shape
+    row = batch * heads * (size + shared.top.shape[-1]) * (query.shape[-1] + source.value.shape[-1])
     lengths = _lengths(number, row, whole)
     parts = zip(*(t.split(lengths, 2) for t in (blocks.cluster, blocks.query, blocks.free)), strict=True)
     out = torch.cat([_meet_piece(query, source, shared, *part) for part in parts], dim=2)  # (B, H, g, b, Dv)
@@ -211,7 +212,7 @@ def _meet_piece(query: Tensor, source: _Source, shared: _Shared, cluster: Tensor
     if source.mask is not None:  # where a row has fewer than k keys
         mask = source.mask.unsqueeze(1).expand(-1, top.shape[1], -1).gather(-1, index)
         pad = ~mask.unflatten(2, top.shape[2:]).flatten(1, 2).unsqueeze(-2)  # (B, H, g, 1, k)
-    exact = _softmax(q @ key.mT, pad) @ value  # (B, H, g, b, Dv)
+    exact = _softmax(q * source.scale @ key.mT, pad) @ value  # (B, H, g, b, Dv)
     return exact * _rows(shared.mass, cluster).unsqueeze(-2) + _rows(shared.rest, cluster).unsqueeze(-2)
 
 
