@@ -11,10 +11,10 @@ from subquad.registry import _table, require
 
 
 def test_methods():
-    assert sq.methods() == ["softmax", "linear", "taylor", "plain", "efficient", "performer", "rfa"]
+    assert sq.methods() == ["softmax", "linear", "taylor", "plain", "efficient", "performer", "rfa", "clustered"]
     assert sq.methods(attn_mask=True) == ["softmax"]
     assert "rfa" not in sq.methods(functional=True)
-    assert sq.methods(is_causal=True, decode=True) == sq.methods()
+    assert sq.methods(is_causal=True, decode=True) == [name for name in sq.methods() if name != "clustered"]
     assert sq.methods(is_causal=False) == sq.methods()
 
 

@@ -1,17 +1,11 @@
 """Attention that does not grow with the square of the sequence: every efficient mechanism behind one call."""
 
 from subquad.api import Attention, Mechanism, attention
-from subquad.errors import (
-    InputError,
-    OptionError,
-    StateError,
-    SubquadError,
-    UnknownMethodError,
-    UnsupportedError,
-)
+from subquad.errors import InputError, OptionError, StateError, SubquadError, UnknownMethodError, UnsupportedError
 from subquad.mechanisms import (
     RFA,
     BigBird,
+    Clustered,
     Config,
     Efficient,
     Info,
@@ -34,6 +28,7 @@ __all__ = [
     "RFA",
     "Attention",
     "BigBird",
+    "Clustered",
     "Config",
     "Efficient",
     "Info",

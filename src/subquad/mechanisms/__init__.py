@@ -2,6 +2,7 @@
 
 from subquad.mechanisms.base import NEEDS, Call, Config, Info, Spec
 from subquad.mechanisms.bigbird import BigBird
+from subquad.mechanisms.clustered import Clustered
 from subquad.mechanisms.efficient import Efficient
 from subquad.mechanisms.linear import Linear
 from subquad.mechanisms.local import Local
@@ -28,6 +29,7 @@ MECHANISMS: tuple[type[Config], ...] = (
     SparseFixed,
     Longformer,
     BigBird,
+    Clustered,
 )
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "RFA",
     "BigBird",
     "Call",
+    "Clustered",
     "Config",
     "Efficient",
     "Info",

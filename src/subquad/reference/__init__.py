@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.reference import efficient, linear, patterns, performer, plain, rfa, softmax, taylor
+from subquad.reference import clustered, efficient, linear, patterns, performer, plain, rfa, softmax, taylor
 
 _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "softmax": softmax.attention,
@@ -30,6 +30,7 @@ _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "sparse_fixed": patterns.sparse_fixed,
     "longformer": patterns.longformer,
     "bigbird": patterns.bigbird,
+    "clustered": clustered.attention,
 }
 
 
