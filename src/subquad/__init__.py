@@ -9,7 +9,7 @@ from subquad.errors import (
     UnknownMethodError,
     UnsupportedError,
 )
-from subquad.mechanisms import RFA, Config, Efficient, Info, Linear, Performer, Plain, Softmax, Taylor
+from subquad.mechanisms import RFA, Config, Efficient, Info, Linear, Linformer, Nystrom, Performer, Plain, Softmax, Taylor
 from subquad.registry import info, methods, why_not
 from subquad.state import State
 
@@ -23,7 +23,9 @@ __all__ = [
     "Info",
     "InputError",
     "Linear",
+    "Linformer",
     "Mechanism",
+    "Nystrom",
     "OptionError",
     "Performer",
     "Plain",

@@ -3,6 +3,8 @@
 from subquad.mechanisms.base import NEEDS, Call, Config, Info, Spec
 from subquad.mechanisms.efficient import Efficient
 from subquad.mechanisms.linear import Linear
+from subquad.mechanisms.linformer import Linformer
+from subquad.mechanisms.nystrom import Nystrom
 from subquad.mechanisms.performer import Performer
 from subquad.mechanisms.plain import Plain
 from subquad.mechanisms.rfa import RFA
@@ -10,7 +12,7 @@ from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.taylor import Taylor
 
 # Registering a mechanism is adding it here.
-MECHANISMS: tuple[type[Config], ...] = (Softmax, Linear, Taylor, Plain, Efficient, Performer, RFA)
+MECHANISMS: tuple[type[Config], ...] = (Softmax, Linear, Taylor, Plain, Efficient, Performer, RFA, Linformer, Nystrom)
 
 __all__ = [
     "MECHANISMS",
@@ -21,6 +23,8 @@ __all__ = [
     "Efficient",
     "Info",
     "Linear",
+    "Linformer",
+    "Nystrom",
     "Performer",
     "Plain",
     "Softmax",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.reference import efficient, linear, performer, plain, rfa, softmax, taylor
+from subquad.reference import efficient, linear, linformer, nystrom, performer, plain, rfa, softmax, taylor
 
 _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "softmax": softmax.attention,
@@ -25,6 +25,8 @@ _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "efficient": efficient.attention,
     "performer": performer.attention,
     "rfa": rfa.attention,
+    "linformer": linformer.attention,
+    "nystrom": nystrom.attention,
 }
 
 
