@@ -11,10 +11,12 @@ from subquad.registry import _table, require
 
 
 def test_methods():
-    assert sq.methods() == ["softmax", "linear", "taylor", "plain", "efficient", "performer", "rfa"]
+    causal = ["softmax", "linear", "taylor", "plain", "efficient", "performer", "rfa"]
+    assert sq.methods() == [*causal, "linformer", "nystrom", "induced", "svd"]
     assert sq.methods(attn_mask=True) == ["softmax"]
     assert "rfa" not in sq.methods(functional=True)
-    assert sq.methods(is_causal=True, decode=True) == sq.methods()
+    assert sq.methods(is_causal=True, decode=True) == causal
+    assert sq.methods(cross=True) == [*causal, "linformer", "induced"]
     assert sq.methods(is_causal=False) == sq.methods()
 
 

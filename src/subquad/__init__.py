@@ -9,7 +9,21 @@ from subquad.errors import (
     UnknownMethodError,
     UnsupportedError,
 )
-from subquad.mechanisms import RFA, Config, Efficient, Info, Linear, Linformer, Nystrom, Performer, Plain, Softmax, Taylor
+from subquad.mechanisms import (
+    RFA,
+    SVD,
+    Config,
+    Efficient,
+    Induced,
+    Info,
+    Linear,
+    Linformer,
+    Nystrom,
+    Performer,
+    Plain,
+    Softmax,
+    Taylor,
+)
 from subquad.registry import info, methods, why_not
 from subquad.state import State
 
@@ -17,9 +31,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "RFA",
+    "SVD",
     "Attention",
     "Config",
     "Efficient",
+    "Induced",
     "Info",
     "InputError",
     "Linear",

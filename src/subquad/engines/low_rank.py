@@ -5,8 +5,11 @@ B batch, H query heads, K key-value heads, N tokens, D channels, m summaries.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from subquad.engines import dense
 
@@ -72,3 +75,41 @@ def pinv(a: Tensor, iterations: int) -> Tensor:
         az = a @ z
         z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
     return z
+
+
+def truncate(a: Tensor, rank: int) -> Tensor:
+    """The best approximation of matrices a (..., N, N) of `rank` below N, in the least squares."""
+    return _Truncate.apply(a, rank)  # type: ignore[no-untyped-call]
+
+
+class _Truncate(torch.autograd.Function):
+    """With A = U S V^T and E = U^T dA V, the differential of the truncation is U X V^T, where for i kept and j dropped
+
+        X_ij = s_i (s_i E_ij + s_j E_ji) / (s_i^2 - s_j^2),    X_ji = s_i (s_i E_ji + s_j E_ij) / (s_i^2 - s_j^2),
+
+    X = E among the kept and 0 among the dropped. Ties inside either set do no harm, as they would in the derivative of U and V.
+    The map from dA to U X V^T is its own adjoint, so it is the backward pass too. Where a kept and a dropped
+    value are nearer than the decomposition knows them, the truncation has no derivative: those terms are left out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, rank: int) -> Tensor:
+        u, s, vt = torch.linalg.svd(a)
+        ctx.save_for_backward(u, s, vt)
+        ctx.rank = rank
+        return (u[..., :rank] * s[..., None, :rank]) @ vt[..., :rank, :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        u, s, vt = ctx.saved_tensors
+        e = u.mT @ grad @ vt.mT
+        kept, dropped = s[..., : ctx.rank, None], s[..., None, ctx.rank :]
+        apart = kept - dropped > s[..., :1, None] * s.shape[-1] * torch.finfo(s.dtype).eps  # (..., r, N - r)
+        slope = torch.where(apart, kept / torch.where(apart, (kept - dropped) * (kept + dropped), 1), 0)
+        right, below = e[..., : ctx.rank, ctx.rank :], e[..., ctx.rank :, : ctx.rank].mT
+        x = torch.zeros_like(e)
+        x[..., : ctx.rank, : ctx.rank] = e[..., : ctx.rank, : ctx.rank]
+        x[..., : ctx.rank, ctx.rank :] = slope * (kept * right + dropped * below)
+        x[..., ctx.rank :, : ctx.rank] = (slope * (kept * below + dropped * right)).mT
+        return u @ x @ vt, None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.reference import efficient, linear, linformer, nystrom, performer, plain, rfa, softmax, taylor
+from subquad.reference import efficient, induced, linear, linformer, nystrom, performer, plain, rfa, softmax, svd, taylor
 
 _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "softmax": softmax.attention,
@@ -27,6 +27,8 @@ _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "rfa": rfa.attention,
     "linformer": linformer.attention,
     "nystrom": nystrom.attention,
+    "induced": induced.attention,
+    "svd": svd.attention,
 }
 
 
