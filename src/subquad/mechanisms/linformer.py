@@ -39,7 +39,7 @@ INFO = Info(
         "Linformer().build(heads=..., head_dim=...)",
     },
     small={"rank": 5, "max_length": 300},
-    variants=({"share": "none"}, {"share": "kv", "rank": 13}, {"share": "layer"}),
+    variants=({"share": "none", "rank": 3}, {"share": "kv", "rank": 13}, {"share": "layer"}),
 )
 
 
