@@ -73,6 +73,10 @@ class Case:
         needs = {False: "bidirectional", True: "is_causal"}
         return [is_causal for is_causal, need in needs.items() if not self.why_not(**{need: True})]
 
+    def at_most(self, keys):
+        """`keys`, or as many as the mechanism is built for, where that is fewer."""
+        return min(keys, getattr(self.config, "max_length", keys))
+
     def build(self, *, heads=HEADS, kv_heads=None, dtype=torch.float64):
         return _build(self.config, heads, kv_heads or heads, dtype)
 

@@ -54,6 +54,8 @@ def test_public_names():
         [
             "Attention", "Clustered", "Config", "Efficient", "Info", "InputError", "Linear", "Mechanism",
             "OptionError", "Performer", "Plain", "RFA", "Softmax", "State", "StateError", "SubquadError", "Taylor",
+            "Attention", "Config", "Efficient", "Induced", "Info", "InputError", "Linear", "Linformer", "Mechanism",
+            "Nystrom", "OptionError", "Performer", "Plain", "RFA", "SVD", "Softmax", "State", "StateError", "SubquadError", "Taylor",
             "UnknownMethodError", "UnsupportedError", "__version__", "attention", "info", "methods", "why_not",
         ]
     )  # fmt: skip

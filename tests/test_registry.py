@@ -15,6 +15,12 @@ def test_methods():
     assert sq.methods(attn_mask=True) == ["softmax"]
     assert "rfa" not in sq.methods(functional=True)
     assert sq.methods(is_causal=True, decode=True) == [name for name in sq.methods() if name != "clustered"]
+    causal = ["softmax", "linear", "taylor", "plain", "efficient", "performer", "rfa"]
+    assert sq.methods() == [*causal, "linformer", "nystrom", "induced", "svd"]
+    assert sq.methods(attn_mask=True) == ["softmax"]
+    assert "rfa" not in sq.methods(functional=True)
+    assert sq.methods(is_causal=True, decode=True) == causal
+    assert sq.methods(cross=True) == [*causal, "linformer", "induced"]
     assert sq.methods(is_causal=False) == sq.methods()
 
 

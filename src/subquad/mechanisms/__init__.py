@@ -4,15 +4,19 @@ from subquad.mechanisms.base import NEEDS, Call, Config, Info, Spec
 from subquad.mechanisms.bigbird import BigBird
 from subquad.mechanisms.clustered import Clustered
 from subquad.mechanisms.efficient import Efficient
+from subquad.mechanisms.induced import Induced
 from subquad.mechanisms.linear import Linear
+from subquad.mechanisms.linformer import Linformer
 from subquad.mechanisms.local import Local
 from subquad.mechanisms.longformer import Longformer
+from subquad.mechanisms.nystrom import Nystrom
 from subquad.mechanisms.performer import Performer
 from subquad.mechanisms.plain import Plain
 from subquad.mechanisms.rfa import RFA
 from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.sparse_fixed import SparseFixed
 from subquad.mechanisms.sparse_strided import SparseStrided
+from subquad.mechanisms.svd import SVD
 from subquad.mechanisms.taylor import Taylor
 
 # Registering a mechanism is adding it here.
@@ -30,21 +34,29 @@ MECHANISMS: tuple[type[Config], ...] = (
     Longformer,
     BigBird,
     Clustered,
+    Linformer,
+    Nystrom,
+    Induced,
+    SVD,
 )
 
 __all__ = [
     "MECHANISMS",
     "NEEDS",
     "RFA",
+    "SVD",
     "BigBird",
     "Call",
     "Clustered",
     "Config",
     "Efficient",
+    "Induced",
     "Info",
     "Linear",
+    "Linformer",
     "Local",
     "Longformer",
+    "Nystrom",
     "Performer",
     "Plain",
     "Softmax",

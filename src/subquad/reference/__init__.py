@@ -15,7 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.reference import clustered, efficient, linear, patterns, performer, plain, rfa, softmax, taylor
+from subquad.reference import (
+    clustered,
+    efficient,
+    induced,
+    linear,
+    linformer,
+    nystrom,
+    patterns,
+    performer,
+    plain,
+    rfa,
+    softmax,
+    svd,
+    taylor,
+)
 
 _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "softmax": softmax.attention,
@@ -31,6 +45,10 @@ _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "longformer": patterns.longformer,
     "bigbird": patterns.bigbird,
     "clustered": clustered.attention,
+    "linformer": linformer.attention,
+    "nystrom": nystrom.attention,
+    "induced": induced.attention,
+    "svd": svd.attention,
 }
 
 

@@ -1,0 +1,115 @@
+"""The low-rank engine: a few summaries of the sequence stand between queries and keys.
+
+B batch, H query heads, K key-value heads, N tokens, D channels, m summaries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from subquad.engines import dense
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in the precision that sums are kept in: float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """`softmax(scale q k^T) v` over the keys where `mask` (B, M) is True, zero where there are none."""
+    out, _ = dense.attend(
+        query,
+        key,
+        value,
+        is_causal=False,
+        key_padding_mask=mask,
+        attn_mask=None,
+        scale=scale,
+        dropout_p=0.0,
+        past=None,
+        return_state=False,
+    )
+    return out
+
+
+def real_first(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """`x` (B, H, N, D) with the real tokens of each row moved to its front, in their order."""
+    if key_padding_mask is None:
+        return x
+    order = (~key_padding_mask).to(torch.uint8).argsort(dim=1, stable=True)
+    return x.gather(2, order[:, None, :, None].expand_as(x))
+
+
+def segments(key_padding_mask: Tensor | None, like: Tensor, count: int) -> Tensor:
+    """Which of `count` segments holds which token of `like` (B, H, N, D): (B, count, N) bool.
+
+    The r-th of n real tokens is in segment floor(r count / n), so that lengths differ by one at most; pads are in none.
+    With n <= count, a segment holds one token or none.
+    """
+    batch, _, length, _ = like.shape
+    rank = torch.arange(length, device=like.device).expand(batch, length)
+    total = torch.full_like(rank[:, :1], length)
+    if key_padding_mask is not None:
+        rank, total = key_padding_mask.cumsum(1) - 1, key_padding_mask.sum(1, keepdim=True)
+    segment = rank * count // total.clamp(min=1)
+    member = segment.unsqueeze(1) == torch.arange(count, device=like.device).unsqueeze(1)
+    return member if key_padding_mask is None else member & key_padding_mask.unsqueeze(1)
+
+
+def segment_means(x: Tensor, member: Tensor) -> Tensor:
+    """The mean of x (B, H, N, D) over each segment: (B, H, m, D); zero for an empty one."""
+    sums = torch.einsum("bmn,bhnd->bhmd", member.to(x.dtype), x)
+    return sums / member.sum(-1).clamp(min=1)[:, None, :, None]
+
+
+def pinv(a: Tensor, iterations: int) -> Tensor:
+    """The Moore-Penrose inverse of square matrices by iteration; each starts at its own `A^T / (|A|_1 |A|_inf)`."""
+    size = a.abs()
+    z = a.mT / (size.sum(-2).amax(-1) * size.sum(-1).amax(-1))[..., None, None]
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    for _ in range(iterations):
+        az = a @ z
+        z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
+    return z
+
+
+def truncate(a: Tensor, rank: int) -> Tensor:
+    """The best approximation of matrices a (..., N, N) of `rank` below N, in the least squares."""
+    return _Truncate.apply(a, rank)  # type: ignore[no-untyped-call]
+
+
+class _Truncate(torch.autograd.Function):
+    """With A = U S V^T and E = U^T dA V, the differential of the truncation is U X V^T, where for i kept and j dropped
+
+        X_ij = s_i (s_i E_ij + s_j E_ji) / (s_i^2 - s_j^2),    X_ji = s_i (s_i E_ji + s_j E_ij) / (s_i^2 - s_j^2),
+
+    X = E among the kept and 0 among the dropped. Ties inside either set do no harm, as they would in the derivative of U and V.
+    The map from dA to U X V^T is its own adjoint, so it is the backward pass too. Where a kept and a dropped
+    value are nearer than the decomposition knows them, the truncation has no derivative: those terms are left out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, rank: int) -> Tensor:
+        u, s, vt = torch.linalg.svd(a)
+        ctx.save_for_backward(u, s, vt)
+        ctx.rank = rank
+        return (u[..., :rank] * s[..., None, :rank]) @ vt[..., :rank, :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        u, s, vt = ctx.saved_tensors
+        e = u.mT @ grad @ vt.mT
+        kept, dropped = s[..., : ctx.rank, None], s[..., None, ctx.rank :]
+        apart = kept - dropped > s[..., :1, None] * s.shape[-1] * torch.finfo(s.dtype).eps  # (..., r, N - r)
+        slope = torch.where(apart, kept / torch.where(apart, (kept - dropped) * (kept + dropped), 1), 0)
+        right, below = e[..., : ctx.rank, ctx.rank :], e[..., ctx.rank :, : ctx.rank].mT
+        x = torch.zeros_like(e)
+        x[..., : ctx.rank, : ctx.rank] = e[..., : ctx.rank, : ctx.rank]
+        x[..., : ctx.rank, ctx.rank :] = slope * (kept * right + dropped * below)
+        x[..., ctx.rank :, : ctx.rank] = (slope * (kept * below + dropped * right)).mT
+        return u @ x @ vt, None

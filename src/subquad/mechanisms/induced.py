@@ -1,0 +1,64 @@
+"""Induced attention: learned points read the sequence, and the queries read the points.
+
+    h = softmax(s I k^T),    o_i = sum_p softmax_p(s q_i . (h k)_p) (h v)_p,    I (m, D) learned for each head,  s = 1/sqrt(D)
+
+Lee et al., 2019. O((N + M) m D) time. With fewer key-value heads than query heads, the points belong to the key-value heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from subquad.engines.low_rank import attend, wide
+from subquad.masks import zero_pads
+from subquad.mechanisms.base import Call, Config, Info, Spec
+from subquad.state import Parts
+
+INFO = Info(
+    name="induced",
+    engine="low_rank",
+    idea="a few learned points attend to all keys, and every query attends to what the points have read",
+    paper="Lee et al., 2019, Set Transformer, arXiv:1810.00825",
+    time="O((N + M) m D)",
+    memory="O((N + M) D)",
+    parameters="the points",
+    refuses={
+        "is_causal": "its points read the whole sequence, the future included",
+        "decode": "its points read the whole sequence, so a new token changes all of them",
+        "attn_mask": "queries meet keys through the points only, so no pair of a query and a key can be masked alone",
+        "dropout_p": "queries meet keys through the points only, so no weight of a pair can be dropped",
+        "functional": "it learns its points; use subquad.Attention(dim, heads, method='induced') or "
+        "Induced().build(heads=..., head_dim=...)",
+    },
+    small={"points": 11},
+    variants=({"points": 2},),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Induced(Config):
+    """Attention through learned points.
+
+    Args:
+        points: m, how many points each key-value head has.
+    """
+
+    info: ClassVar[Info] = INFO
+    points: int = 64
+
+    def __post_init__(self) -> None:
+        self._require_count("points")
+
+    def parameters(self, spec: Spec) -> dict[str, Tensor]:
+        return {"points": torch.randn(spec.kv_heads, self.points, spec.head_dim)}  # as large as keys
+
+    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+        mask = call.key_padding_mask
+        query, key, value = wide(call.query), *(wide(zero_pads(x, mask)) for x in (call.key, call.value))
+        points = call.weights["points"].to(key.dtype).expand(key.shape[0], -1, -1, -1)  # (B, K, m, D)
+        hk, hv = (attend(points, key, x, mask, call.scale) for x in (key, value))  # (B, K, m, D), (B, K, m, Dv)
+        return attend(query, hk, hv, None, call.scale).to(call.query.dtype), None

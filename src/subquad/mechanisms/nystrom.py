@@ -1,0 +1,112 @@
+"""Nystrom attention: the softmax matrix rebuilt from what a few landmarks see.
+
+    o = F pinv(A) (B v) + conv(v),    F = softmax(s q kl^T),  A = softmax(s ql kl^T),  B = softmax(s ql k^T),  s = 1/sqrt(D)
+
+ql, kl: means of q and k over m segments of the real tokens. pinv by iteration: Z0 = A^T/(|A|_1 |A|_inf) for each matrix,
+Z <- Z(13 I - AZ(15 I - AZ(7 I - AZ)))/4.
+
+Xiong et al., 2021. O(N m D + m^3) time. A sequence of at most m real tokens is its own landmarks: there it is exact softmax.
+The optional convolution runs along positions, pads counting as zeros, as does what lies beyond both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.engines.low_rank import attend, pinv, segment_means, segments, wide
+from subquad.masks import zero_pads
+from subquad.mechanisms.base import Call, Config, Info, Spec
+from subquad.state import Parts
+
+INFO = Info(
+    name="nystrom",
+    engine="low_rank",
+    idea="means of segments as landmarks: softmax to, among and from them, joined by a pseudo-inverse",
+    paper="Xiong et al., 2021, Nystromformer: A Nystrom-Based Algorithm for Approximating Self-Attention, arXiv:2102.03902",
+    time="O(N m D + m^3)",
+    memory="O(N (m + D))",
+    parameters="with conv the convolution's kernels",
+    refuses={
+        "is_causal": "it has no sound causal form: landmarks average the whole sequence, the future included",
+        "decode": "landmarks average the whole sequence, so a new token changes all of them",
+        "cross": "landmarks are means over the same tokens' queries and keys",
+        "attn_mask": "queries meet keys through landmarks only, so no pair of a query and a key can be masked alone",
+        "dropout_p": "queries meet keys through landmarks only, so no weight of a pair can be dropped",
+    },
+    small={"landmarks": 3},
+    variants=({"landmarks": 16}, {"conv": 5}),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nystrom(Config):
+    """Attention through landmarks; `key_padding_mask` marks the pads of queries and keys alike.
+
+    Args:
+        landmarks: m, how many segments the real tokens are averaged over.
+        iterations: steps of the pseudo-inverse.
+        conv: the odd size of a convolution of the values along the sequence, one kernel a query head; None for none.
+    """
+
+    info: ClassVar[Info] = INFO
+    landmarks: int = 64
+    iterations: int = 6
+    conv: int | None = None
+
+    def __post_init__(self) -> None:
+        self._require_count("landmarks", "iterations")
+        if self.conv is not None:
+            self._require_count("conv")
+            if self.conv % 2 == 0:
+                self._refuse("conv", "is odd, so that a kernel has a middle")
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        if self.conv is None:
+            return self.info.refuses
+        build = f"Nystrom(conv={self.conv}).build(heads=..., head_dim=...)"
+        return {**self.info.refuses, "functional": f"with conv it learns kernels; use {build}, or conv=None"}
+
+    def parameters(self, spec: Spec) -> dict[str, Tensor]:
+        if self.conv is None:
+            return {}
+        bound = self.conv**-0.5
+        return {"kernel": torch.empty(spec.heads, self.conv).uniform_(-bound, bound)}
+
+    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+        query, key, value = (wide(zero_pads(x, call.key_padding_mask)) for x in (call.query, call.key, call.value))
+        if query.shape[2] <= self.landmarks:
+            out = attend(query, key, value, call.key_padding_mask, call.scale)
+        else:
+            out = self._approximate(query, key, value, call.key_padding_mask, call.scale)
+        if self.conv is not None and query.shape[2]:
+            out = out + _convolve(value, call.weights["kernel"])
+        return out.to(call.query.dtype), None
+
+    def _approximate(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        member = segments(mask, query, self.landmarks)  # (B, m, N)
+        ql = segment_means(query, member)  # (B, H, m, D)
+        kl = segment_means(key, member).repeat_interleave(groups, dim=1)  # (B, H, m, D)
+        a = (ql @ kl.mT * (query.shape[-1] ** -0.5 if scale is None else scale)).softmax(-1)
+        seen = attend(ql, key, value, mask, scale)  # B v: (B, H, m, Dv)
+        if mask is None:
+            return attend(query, kl, pinv(a, self.iterations) @ seen, None, scale)
+        # Where the segments of a row hold single tokens, attending to them alone is exact. There A may be singular: use I.
+        exact = (mask.sum(1) <= self.landmarks)[:, None, None, None]
+        eye = torch.eye(self.landmarks, dtype=a.dtype, device=a.device)
+        mixed = pinv(torch.where(exact, eye, a), self.iterations) @ seen
+        vl = segment_means(value, member).repeat_interleave(groups, dim=1)
+        return attend(query, kl, torch.where(exact, vl, mixed), member.any(-1), scale)
+
+
+def _convolve(value: Tensor, kernel: Tensor) -> Tensor:
+    """Each query head's kernel (H, size) over the values of its key-value head: (B, K, N, Dv) -> (B, H, N, Dv)."""
+    weight = kernel.to(value.dtype)[:, None, :, None]
+    return F.conv2d(value, weight, padding=(kernel.shape[1] // 2, 0), groups=value.shape[1])

@@ -1,0 +1,81 @@
+"""Truncated attention: the best approximation of the softmax matrix that has a given rank.
+
+    o = A_r v,    A = softmax(s q k^T) = U S V^T,  A_r = U_r S_r V_r^T the r largest singular values,  s = 1/sqrt(D)
+
+An oracle for the comparison: no other matrix of rank r is nearer to A in the least squares (Eckart and Young, 1936). It forms A
+and decomposes it in float64, in O(N^3) time and O(N^2) memory: slower than softmax itself. Pads are neither rows nor columns of
+A, so `key_padding_mask` marks the pads of queries and keys alike, and the output of a pad is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from subquad.engines.low_rank import truncate
+from subquad.masks import zero_pads
+from subquad.mechanisms.base import Call, Config, Info
+from subquad.state import Parts
+
+INFO = Info(
+    name="svd",
+    engine="low_rank",
+    idea="the softmax matrix cut to its best rank-r part: an oracle of cubic cost, which bounds any rank-r method",
+    paper="Eckart and Young, 1936, The Approximation of One Matrix by Another of Lower Rank, doi:10.1007/BF02288367",
+    time="O(N^3)",
+    memory="O(N^2)",
+    refuses={
+        "is_causal": "cutting the rank fills the upper triangle, so the past would depend on the future",
+        "decode": "a new token changes all singular vectors",
+        "cross": "pads are left out of the matrix, and key_padding_mask says which queries are pads in self-attention only",
+        "attn_mask": "cutting the rank gives weight to masked pairs",
+        "dropout_p": "it is an oracle, with nothing to regularize",
+    },
+    small={"rank": 3},
+    variants=({"rank": 11},),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SVD(Config):
+    """The best rank-r approximation of exact attention.
+
+    Args:
+        rank: r; sequences of at most r tokens are attended to exactly.
+    """
+
+    info: ClassVar[Info] = INFO
+    rank: int = 64
+
+    def __post_init__(self) -> None:
+        self._require_count("rank")
+
+    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+        mask = call.key_padding_mask
+        query, key, value = (zero_pads(x, mask).double() for x in (call.query, call.key, call.value))
+        weights = _weights(query, key, mask, key.shape[-1] ** -0.5 if call.scale is None else call.scale)
+        if self.rank < query.shape[2]:
+            low = truncate(weights, self.rank)
+            # A row of few real tokens has fewer singular values than the rank: there nothing is cut.
+            weights = low if mask is None else torch.where((mask.sum(1) <= self.rank)[:, None, None, None], weights, low)
+        return _grouped(weights, value).to(call.query.dtype), None
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The softmax matrix (B, H, N, N), with zeros in the rows and columns of pads."""
+    scores = _grouped(query, key.mT) * scale
+    if mask is None:
+        return scores.softmax(-1)
+    real = mask[:, None, :, None] & mask[:, None, None, :]
+    scores = scores.masked_fill(~mask[:, None, None, :], torch.finfo(scores.dtype).min)
+    return scores.softmax(-1).masked_fill(~real, 0)
+
+
+def _grouped(x: Tensor, y: Tensor) -> Tensor:
+    """x (B, H, N, C) @ y (B, K, C, D): the rows of a group as more rows of one head, so that nothing is repeated."""
+    (_, heads, rows, _), kv_heads = x.shape, y.shape[1]
+    folded = x.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)  # (B, K, G N, C)
+    return (folded @ y).unflatten(2, (heads // kv_heads, rows)).flatten(1, 2)
