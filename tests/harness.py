@@ -85,7 +85,7 @@ class Case:
 
     def query(self, x):
         """The queries; where one tensor is both, the keys, since it is them that tests put into pads."""
-        return x.key if self.config.shares_query_and_key else x.query
+        return x.key if self.config.shares_query_and_key and x.query.shape == x.key.shape else x.query
 
     def run(self, x, module=None, **options):
         hidden = x.hidden if self.config.reads_tokens else None

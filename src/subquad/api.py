@@ -64,7 +64,6 @@ def attention(
     config = resolve(method)
     checks.flag("enable_gqa", enable_gqa)
     checks.tensors(query, key, value, enable_gqa=enable_gqa)
-    checks.sharing(config, query, key)
     weights: dict[str, Tensor] = {}
     if config.info.random:
         sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
@@ -148,7 +147,6 @@ class Mechanism(nn.Module):
             )
         if self.config.fixes_value_dim and value.shape[3] != spec.value_dim:
             raise InputError(f"{name} was built for value_dim={spec.value_dim}; got value {tuple(value.shape)}.")
-        checks.sharing(self.config, query, key)
         checks.hidden(hidden, key, spec.dim if self.config.reads_tokens else None, name)
         call = Call(
             query=query,
@@ -342,6 +340,7 @@ class Attention(nn.Module):
 def _run(config: Config, call: Call, *needs: str) -> Any:
     checks.call(call)
     require(config, (*call.needs, *needs))
+    checks.sharing(config, call.query, call.key)
     method = _described(config, call.scale)
     if call.state is not None:
         checks.state(call.state, method, call.key, call.value)

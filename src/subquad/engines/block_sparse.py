@@ -132,7 +132,7 @@ def _write_rows(
         visible = visible & mask.unsqueeze(1)
     if layout.is_causal:
         visible = visible & (torch.arange(length, device=query.device) <= index.unsqueeze(-1))
-    rows = _dense(_gather(query, index), key, value, visible.unsqueeze(1), scale)
+    rows = dense.attend_masked(_gather(query, index), key, value, visible.unsqueeze(1), scale)
     target = torch.where(there, index, length)[:, None, :, None].expand(-1, out.shape[1], -1, out.shape[-1])
     return F.pad(out, (0, 0, 0, 1)).scatter(2, target, rows.to(out.dtype))[:, :, :length]
 
@@ -179,7 +179,7 @@ def _step(query: Tensor, state: Parts, position: Tensor, layout: Layout, scale: 
         extra = [x.to(key.dtype).expand(key.shape[0], -1, -1, -1) for x in layout.extra]
         key, value = torch.cat([extra[0], key], dim=2), torch.cat([extra[1], value], dim=2)
         visible = F.pad(visible, (extra[0].shape[2], 0), value=True)
-    out = _dense(query, key, value, visible, scale)
+    out = dense.attend_masked(query, key, value, visible, scale)
     return out.masked_fill(i < 0, 0) if layout.counts_real else out
 
 
@@ -236,22 +236,6 @@ def _select(query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> tuple[Te
 def _unselect(outs: Sequence[Tensor], layout: Layout) -> Tensor:
     order = [head for heads, _ in layout.groups for head in heads or ()]
     return torch.cat(list(outs), dim=1)[:, [order.index(head) for head in range(len(order))]]
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
-    out, _ = dense.attend(
-        query,
-        key,
-        value,
-        is_causal=False,
-        key_padding_mask=None,
-        attn_mask=visible,
-        scale=scale,
-        dropout_p=0.0,
-        past=None,
-        return_state=False,
-    )
-    return out
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:

@@ -67,6 +67,23 @@ def attend(
     return out, state if return_state else None
 
 
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """`softmax(scale q k^T) v` over the pairs that are `visible`, which broadcasts to (B, H, N, M)."""
+    out, _ = attend(
+        query,
+        key,
+        value,
+        is_causal=False,
+        key_padding_mask=None,
+        attn_mask=visible,
+        scale=scale,
+        dropout_p=0.0,
+        past=None,
+        return_state=False,
+    )
+    return out
+
+
 def _both(mask: Tensor | None, allowed: Tensor) -> Tensor:
     if mask is None:
         return allowed

@@ -12,7 +12,9 @@ from subquad.mechanisms.longformer import Longformer
 from subquad.mechanisms.nystrom import Nystrom
 from subquad.mechanisms.performer import Performer
 from subquad.mechanisms.plain import Plain
+from subquad.mechanisms.reformer import Reformer
 from subquad.mechanisms.rfa import RFA
+from subquad.mechanisms.routing import Routing
 from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.sparse_fixed import SparseFixed
 from subquad.mechanisms.sparse_strided import SparseStrided
@@ -33,6 +35,8 @@ MECHANISMS: tuple[type[Config], ...] = (
     SparseFixed,
     Longformer,
     BigBird,
+    Reformer,
+    Routing,
     Clustered,
     Linformer,
     Nystrom,
@@ -59,6 +63,8 @@ __all__ = [
     "Nystrom",
     "Performer",
     "Plain",
+    "Reformer",
+    "Routing",
     "Softmax",
     "SparseFixed",
     "SparseStrided",

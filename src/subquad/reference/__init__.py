@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from subquad.reference import (
+    buckets,
     clustered,
     efficient,
     induced,
@@ -44,6 +45,8 @@ _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "sparse_fixed": patterns.sparse_fixed,
     "longformer": patterns.longformer,
     "bigbird": patterns.bigbird,
+    "reformer": buckets.reformer,
+    "routing": buckets.routing,
     "clustered": clustered.attention,
     "linformer": linformer.attention,
     "nystrom": nystrom.attention,

@@ -1,0 +1,108 @@
+"""Reformer: tokens that hash alike see each other.
+
+    h(x) = argmax [xR; -xR],    R random, D x b/2, anew in every round and head
+
+A query sees, of the tokens with its hash, those in its own chunk and the one before when all are sorted by (hash, position);
+several rounds show it the union. Queries and keys are one vector, and keys have unit length:
+
+    o_i = sum_j softmax_j(q_i . q_j/|q_j|) v_j    over the j that i sees, j != i; i itself only if it sees no other
+
+There is no 1/sqrt(D): the authors give keys the length sqrt(D) and then divide by it. Kitaev et al., 2020. O(N R C D) time for
+R rounds and chunks of C, and O(R N log N) for sorting.
+
+Chunk borders move when later tokens join a bucket, so the published causal form leaks which keys are seen. Here a causal query
+sees the last C earlier tokens of its bucket. With `shared_qk=False` queries and keys are hashed apart, scores are those of
+softmax attention, and a query sees its own key besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from subquad.engines.bucketed import Rule
+from subquad.engines.kernelized import wide
+from subquad.masks import zero_pads
+from subquad.mechanisms.base import Call, Info, Spec
+from subquad.mechanisms.bucketed import Bucketed, refuses
+from subquad.mechanisms.taylor import unit
+
+INFO = Info(
+    name="reformer",
+    engine="bucketed",
+    idea="tokens that a random rotation hashes alike see each other, in a few rounds",
+    paper="Kitaev et al., 2020, Reformer: The Efficient Transformer, arXiv:2001.04451",
+    time="O(N R (C D + log N)), R rounds, chunks of C",
+    memory="O(N R (C + D)) for one head at a time",
+    state="O(R b C D), the last C tokens of each of b buckets in R rounds",
+    random="the rotations",
+    refuses=refuses(),
+    small={"buckets": 6, "chunk": 8, "rounds": 3},
+    variants=({"shared_qk": False}, {"buckets": 2, "chunk": 3, "rounds": 1}),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reformer(Bucketed):
+    """Locality-sensitive hashing attention.
+
+    Args:
+        buckets: b, how many hashes there are; even.
+        chunk: C, how far a query sees among the tokens with its hash.
+        rounds: R, how often to hash; more rounds miss fewer keys.
+        shared_qk: one vector is query and key, as published: pass the same tensor twice. False takes two.
+        seed: what the rotations are drawn from.
+    """
+
+    info: ClassVar[Info] = INFO
+    buckets: int = 64
+    chunk: int = 64
+    rounds: int = 4
+    shared_qk: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._require_count("buckets", "chunk", "rounds")
+        if self.buckets % 2:
+            self._refuse("buckets", "is even, since every direction has its opposite")
+        self._require_flag("shared_qk")
+        self._require_seed()
+
+    @property
+    def shares_query_and_key(self) -> bool:
+        return self.shared_qk
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        if not self.shared_qk:
+            return self.info.refuses
+        return {**self.info.refuses, "enable_gqa": "queries and keys are one, so they have the same heads; use shared_qk=False"}
+
+    def buffers(self, spec: Spec) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = spec.kv_heads, self.rounds, self.buckets // 2, spec.head_dim
+        return {"rotations": torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")}
+
+    def rule(self, call: Call) -> Rule:
+        return Rule(buckets=self.buckets, rounds=self.rounds, chunk=self.chunk, shared=self.shared_qk, is_causal=call.is_causal)
+
+    @torch.no_grad()
+    def bucket_of(self, x: Tensor, call: Call) -> Tensor:
+        x = zero_pads(x.to(wide(x)), call.key_padding_mask)
+        rotations = call.weights["rotations"].to(x.dtype)  # (K, R, b/2, D)
+        heads, length = x.shape[1:3]
+        x = x.unflatten(1, (rotations.shape[0], -1)).flatten(2, 3)  # (B, K, G n, D)
+        u = (x @ rotations.flatten(1, 2).mT).unflatten(-1, rotations.shape[1:3])  # (B, K, G n, R, b/2)
+        found = u.abs().argmax(-1, keepdim=True)
+        found = torch.where(u.gather(-1, found) < 0, found + self.buckets // 2, found).squeeze(-1)  # (B, K, G n, R)
+        return found.unflatten(2, (heads // rotations.shape[0], length)).flatten(1, 2).mT
+
+    def scores(self, call: Call) -> tuple[Tensor, float]:
+        if not self.shared_qk:
+            return super().scores(call)
+        key = unit(zero_pads(call.key.to(wide(call.key)), call.key_padding_mask))
+        return key, 1.0 if call.scale is None else call.scale

@@ -1,0 +1,102 @@
+"""Routing attention: tokens that are near the same centroid see each other.
+
+    c(x) = argmax_c  x/|x| . mu_c        mu_c the centroids, of unit length, one set a head, for queries and keys alike
+
+A query sees, of the keys near its centroid, those in the chunk that holds its place and the one before when all are sorted by
+(centroid, position), when causal the last C earlier ones, and its own key:
+
+    o_i = sum_j softmax_j(s q_i . k_j) v_j    over the j that i sees
+
+Roy et al., 2021. O(N (C + b) D) time for chunks of C and b centroids. In training, centroids follow the tokens near them by a
+moving average, mu <- decay mu + (1 - decay) mean, brought back to unit length. The published form lets every centroid choose
+its nearest tokens, which reads the future and leaves tokens without a centroid; here every token has its nearest one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.engines.bucketed import Rule
+from subquad.engines.kernelized import wide
+from subquad.masks import zero_pads
+from subquad.mechanisms.base import Call, Info, Spec
+from subquad.mechanisms.bucketed import Bucketed, refuses
+from subquad.mechanisms.taylor import unit
+
+INFO = Info(
+    name="routing",
+    engine="bucketed",
+    idea="tokens near the same centroid see each other; centroids follow the tokens in training",
+    paper="Roy et al., 2021, Efficient Content-Based Sparse Attention with Routing Transformers, arXiv:2003.05997",
+    time="O(N ((C + b) D + log N)), chunks of C, b centroids",
+    memory="O(N (C + D)) for one head at a time",
+    state="O(b C D), the last C tokens near each of b centroids",
+    random="the centroids' initial values",
+    updates="the centroids, by a moving average of the tokens near them",
+    refuses=refuses(),
+    small={"clusters": 5, "chunk": 8},
+    variants=({"clusters": 2, "chunk": 5},),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing(Bucketed):
+    """Online k-means attention.
+
+    Args:
+        clusters: b, how many centroids a head has.
+        chunk: C, how far a query sees among the tokens near its centroid.
+        decay: how much of a centroid a training step keeps; below 1.
+        seed: what the centroids' initial values are drawn from.
+    """
+
+    info: ClassVar[Info] = INFO
+    clusters: int = 64
+    chunk: int = 64
+    decay: float = 0.999
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._require_count("clusters", "chunk")
+        self._require_positive("decay")
+        if self.decay >= 1:
+            self._refuse("decay", "is below 1, or the centroids would never move")
+        self._require_seed()
+
+    def buffers(self, spec: Spec) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = spec.kv_heads, self.clusters, spec.head_dim
+        return {"centroids": unit(torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu"))}
+
+    def rule(self, call: Call) -> Rule:
+        return Rule(buckets=self.clusters, rounds=1, chunk=self.chunk, shared=False, is_causal=call.is_causal)
+
+    @torch.no_grad()
+    def bucket_of(self, x: Tensor, call: Call) -> Tensor:
+        nearest = self._tokens(x, call) @ self._centroids(call).mT  # (B, K, G n, b)
+        groups = x.shape[1] // call.key.shape[1]
+        return nearest.argmax(-1).unflatten(2, (groups, x.shape[2])).flatten(1, 2).unsqueeze(2)  # (B, h, 1, n)
+
+    def update(self, call: Call) -> dict[str, Tensor]:
+        centroids = self._centroids(call)
+        tokens = torch.cat([self._tokens(x, call) for x in (call.query, call.key)], dim=2)  # (B, K, m, D)
+        nearest = F.one_hot((tokens @ centroids.mT).argmax(-1), self.clusters).to(tokens.dtype)
+        if call.key_padding_mask is not None:
+            groups = 1 + call.query.shape[1] // call.key.shape[1]
+            nearest = nearest * call.key_padding_mask.repeat(1, groups)[:, None, :, None]
+        total, count = (nearest.mT @ tokens).sum(0), nearest.sum((0, 2)).unsqueeze(-1)  # (K, b, D), (K, b, 1)
+        moved = unit(self.decay * centroids + (1 - self.decay) * total / count.clamp(min=1))
+        return {"centroids": torch.where(count > 0, moved, centroids)}
+
+    def _tokens(self, x: Tensor, call: Call) -> Tensor:
+        """Queries or keys (B, h, n, D) of unit length, by key-value head: (B, K, G n, D)."""
+        x = zero_pads(x.to(wide(x)), call.key_padding_mask)
+        return unit(x).unflatten(1, (call.key.shape[1], -1)).flatten(2, 3)
+
+    def _centroids(self, call: Call) -> Tensor:
+        return call.weights["centroids"].to(wide(call.query))
