@@ -19,6 +19,7 @@ from torch import Tensor
 
 from subquad.engines import dense, store, tiles
 from subquad.engines.key_sets import KeySet, Tokens, seen_by_all
+from subquad.engines.segments import Segments
 from subquad.masks import real_first, zero_pads
 from subquad.state import Parts
 
@@ -40,6 +41,7 @@ class Layout:
         first: how many of the first real tokens are global: all that decoding knows of global tokens.
         extra: keys (K, m, D) and values (K, m, Dv) that every query sees besides.
         rows: queries (B, H, n, D), keys (B, K, n, D) and values (B, K, n, Dv) for the rows of global tokens; None: the others'.
+        segments: means of keys and values that are seen besides, which decoding has to keep; one of the sets.
     """
 
     groups: tuple[tuple[Heads, tuple[KeySet, ...]], ...]
@@ -49,6 +51,7 @@ class Layout:
     first: int = 0
     extra: tuple[Tensor, Tensor] | None = None
     rows: tuple[Tensor, ...] | None = None
+    segments: Segments | None = None
 
 
 def attend(
@@ -165,7 +168,7 @@ def _steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> It
 
 def _step(query: Tensor, state: Parts, position: Tensor, layout: Layout, scale: float) -> Tensor:
     """Queries (B, H, n, D) at `position` (B, n) meet the keys that they see."""
-    key, value, j = (store.rows(state[name]) for name in ("key", "value", "position"))
+    key, value, j = (store.rows(state[name]) for name in ("key", "value", "number"))
     heads = torch.arange(query.shape[1], device=query.device).reshape(1, -1, 1, 1)
     i = position[:, None, :, None]  # (B, 1, n, 1)
     j = j.squeeze(-1).repeat_interleave(query.shape[1] // key.shape[1], dim=1).unsqueeze(2)  # (B, H, 1, S)
@@ -179,7 +182,12 @@ def _step(query: Tensor, state: Parts, position: Tensor, layout: Layout, scale: 
         extra = [x.to(key.dtype).expand(key.shape[0], -1, -1, -1) for x in layout.extra]
         key, value = torch.cat([extra[0], key], dim=2), torch.cat([extra[1], value], dim=2)
         visible = F.pad(visible, (extra[0].shape[2], 0), value=True)
-    out = dense.attend_masked(query, key, value, visible, scale)
+    if layout.segments is not None:
+        means, their_values, shown = layout.segments.shown(state, i)
+        key, value = torch.cat([means, key.to(means.dtype)], dim=2), torch.cat([their_values, value.to(means.dtype)], dim=2)
+        shown = shown.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        visible = torch.cat([shown, visible.expand(*shown.shape[:3], -1)], dim=-1)
+    out = dense.attend_masked(query.to(key.dtype), key, value, visible, scale).to(query.dtype)
     return out.masked_fill(i < 0, 0) if layout.counts_real else out
 
 
@@ -194,9 +202,10 @@ def _remember(
         counted = mask if layout.counts_real else (mask.cumsum(1) > 0) | (start[:, None] > 0)
     position = torch.where(counted, start[:, None] + counted.cumsum(1) - 1, -1)
     kept = position if mask is None else position.masked_fill(~mask, -1)
-    rows = {"key": key, "value": value, "position": kept[:, None, :, None].expand(-1, key.shape[1], -1, -1)}
+    rows = {"key": key, "value": value, "number": kept[:, None, :, None].expand(-1, key.shape[1], -1, -1)}
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    return {**store.append(state, rows, recorded), "count": start + counted.sum(1)}, position
+    state = {**store.append(state, rows, recorded), "count": start + counted.sum(1)}
+    return state if layout.segments is None else layout.segments.finish(state, start, length), position
 
 
 def _forget(state: Parts, layout: Layout, heads: int, seen: int) -> Parts:
@@ -215,7 +224,10 @@ def _forget(state: Parts, layout: Layout, heads: int, seen: int) -> Parts:
         return (kept & (j >= 0)).any(2)
 
     room = layout.first + sum(s.room(seen, heads // kv_heads) for s in sets)
-    return store.forget(state, keep, min(room, seen))
+    state = store.forget(state, ("number", "key", "value"), keep, min(room, seen))
+    if layout.segments is None:
+        return state
+    return store.forget(state, Segments.ROWS, lambda number: number >= 0, seen // layout.segments.size)
 
 
 def _is_global(tokens: Globals, batch: int, length: int) -> Tensor:

@@ -233,7 +233,7 @@ def _go_on(
 
 
 def _step(query: Tensor, query_bucket: Tensor, state: Parts, rule: Rule, scale: float) -> Tensor:
-    key, value, position, bucket = (store.rows(state[name]) for name in ("key", "value", "position", "bucket"))
+    key, value, position, bucket = (store.rows(state[name]) for name in ("key", "value", "number", "bucket"))
     dtype = torch.promote_types(query.dtype, key.dtype)
     group, length, count = query.shape[1] // key.shape[1], query.shape[2], state["count"]
     assert isinstance(count, Tensor)
@@ -259,7 +259,7 @@ def _remember(state: Parts, query: Tensor, key: Tensor, value: Tensor, bucket: T
     rows = {
         "key": key,
         "value": value,
-        "position": position[:, None, :, None].expand(-1, key.shape[1], -1, -1),
+        "number": position[:, None, :, None].expand(-1, key.shape[1], -1, -1),
         "bucket": bucket.mT,  # (B, K, n, R)
     }
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -277,4 +277,4 @@ def _forget(state: Parts, rule: Rule, seen: int) -> Parts:
         recent = torch.zeros_like(there, dtype=torch.bool).scatter(-1, order, behind <= rule.chunk)
         return recent.any(2) & (position >= 0)
 
-    return store.forget(state, keep, min(rule.rounds * rule.buckets * rule.chunk, seen))
+    return store.forget(state, ("number", "key", "value", "bucket"), keep, min(rule.rounds * rule.buckets * rule.chunk, seen))

@@ -74,6 +74,10 @@ def _with_last(x: Tensor, last: Tensor, width: int) -> Tensor:
     return torch.cat([F.pad(x, (0, width - 1 - x.shape[-1])), last.expand(*x.shape[:-1], 1)], dim=-1)
 
 
+def barred_unless(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(allowed, 0.0, BARRED).to(dtype)
+
+
 class KeySet(ABC):
     """Keys that a query sees, by their positions."""
 
@@ -260,10 +264,6 @@ def _cached(build: Callable[..., tuple[Tile, ...]], x: Tokens, pattern: KeySet, 
     return build(pattern, length, x.query.dtype, x.query.device)
 
 
-def _barred_unless(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.where(allowed, 0.0, BARRED).to(dtype)
-
-
 @lru_cache(maxsize=256)
 def _window_tiles(window: Window, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
     """Blocks of queries, each with the keys from `before` its first query to `after` its last one."""
@@ -276,7 +276,7 @@ def _window_tiles(window: Window, length: int, dtype: torch.dtype, device: torch
     allowed = (apart >= 0) & (apart <= before + after)
     if window.without_self:
         allowed &= apart != before
-    return _run(rows, before, after, length, _barred_unless(allowed, dtype))
+    return _run(rows, before, after, length, barred_unless(allowed, dtype))
 
 
 def _rows_for(width: int) -> int:
@@ -294,7 +294,7 @@ def _block_tiles(blocks: Blocks, length: int, dtype: torch.dtype, device: torch.
         allowed = i >= j if blocks.is_causal else i == i
         if blocks.ends is not None:
             allowed = allowed & ((j % size >= size - blocks.ends) | (i == j))
-        mask = _barred_unless(allowed.expand(size, -1), dtype)
+        mask = barred_unless(allowed.expand(size, -1), dtype)
     return _run(size, before, after, length, mask)
 
 
@@ -324,7 +324,7 @@ def _end_tiles(ends: Ends, length: int, dtype: torch.dtype, device: torch.device
     size, whole, tail = ends.size, length // ends.size, length % ends.size
     block = _ends(length, size, ends.count, device) // size
     query = torch.arange(whole + (tail > 0), device=device)[:, None]
-    mask = _barred_unless(block < query if ends.is_causal else block != query, dtype)[None, :, None]  # (1, blocks, 1, ends)
+    mask = barred_unless(block < query if ends.is_causal else block != query, dtype)[None, :, None]  # (1, blocks, 1, ends)
     found = [Tile(0, size, whole, 0, 0, len(block), mask[:, :whole])] if whole else []
     found += [Tile(whole * size, tail, 1, 0, 0, len(block), mask[:, whole:])] if tail else []
     return tuple(found)

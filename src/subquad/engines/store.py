@@ -8,7 +8,7 @@ B batch, K key-value heads, S rows kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,14 +31,18 @@ def append(state: Parts, new: Mapping[str, Tensor], recorded: bool) -> Parts:
     return {**state, **grown}
 
 
-def forget(state: Parts, keep: Callable[[Tensor], Tensor], room: int) -> Parts:
-    """Once the rows are twice `room`, only the kept ones: `keep` maps positions (B, K, S) to bool, true for at most `room`."""
-    growing = {name: rows(part) for name, part in state.items() if isinstance(part, Growing)}
-    position = growing["position"].squeeze(-1)
-    if position.shape[2] < 2 * max(room, _SPARE):
+def forget(state: Parts, names: Sequence[str], keep: Callable[[Tensor], Tensor], room: int) -> Parts:
+    """Once the rows of the parts `names` are twice `room`, only the kept ones.
+
+    The first of these parts (B, K, S, 1) numbers the rows, -1 for none. `keep` maps numbers (B, K, S) to bool, true for at most
+    `room` of them.
+    """
+    number = rows(state[names[0]]).squeeze(-1)
+    if number.shape[2] < 2 * max(room, _SPARE):
         return state
-    kept = keep(position)
-    order = kept.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :room].unsqueeze(-1)  # (B, K, room, 1)
-    moved = {name: x.gather(2, order.expand(-1, -1, -1, x.shape[-1])) for name, x in growing.items()}
-    moved["position"] = moved["position"].masked_fill(~kept.unsqueeze(-1).gather(2, order), -1)
-    return {**state, **{name: Growing(x) for name, x in moved.items()}}
+    kept = keep(number)
+    order = kept.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :room]  # (B, K, room)
+    number = torch.where(kept, number, -1).gather(2, order).unsqueeze(-1)
+    moved = {name: rows(state[name]) for name in names[1:]}
+    moved = {name: x.gather(2, order.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for name, x in moved.items()}
+    return {**state, names[0]: Growing(number), **{name: Growing(x) for name, x in moved.items()}}

@@ -27,6 +27,7 @@ from torch import Tensor
 
 BARRED = -1e30  # below every score, yet finite: its exponential is 0, and no infinity meets another
 _NOTHING = BARRED / 10  # a log-sum-exp below this is one of barred pairs only
+_PIECE = 2**20  # numbers of the output that are worked on at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,10 @@ class Part:
     tiles: Sequence[Tile]
     place: Tensor | None = None
 
+    @property
+    def groups(self) -> int:
+        return self.query.shape[2]
+
 
 def attend(parts: Sequence[Part], length: int, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax over all that the parts show: the output (R, N, W), and which of its rows met no key (R, N)."""
@@ -72,11 +77,18 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Any, length: int, scale: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         parts = _unpack(plan, tensors)
-        results = [_forward_part(part, scale) for part in parts]
-        out, lse = _merge(results, [part.place for part in parts], length)
-        empty = lse < _NOTHING
-        out.masked_fill_(empty.unsqueeze(-1), 0)
-        lse.masked_fill_(empty, 0)  # so that e^(score - lse) of a barred pair is 0
+        query = parts[0].query
+        out = query.new_empty(query.shape[0] * query.shape[2], length, query.shape[-1])
+        lse = out.new_empty(out.shape[:2])
+        empty = out.new_empty(out.shape[:2], dtype=torch.bool)
+        for start, end in _pieces(out, parts):
+            some = [_some(part, start, end) for part in parts]
+            results = [_forward_part(part, scale) for part in some]
+            o, level = _merge(results, [part.place for part in some], length)
+            none = level < _NOTHING
+            out[start:end] = o.masked_fill_(none.unsqueeze(-1), 0)
+            lse[start:end] = level.masked_fill_(none, 0)  # so that e^(score - lse) of a barred pair is 0
+            empty[start:end] = none
         ctx.save_for_backward(out, lse, *tensors)
         ctx.plan, ctx.scale = plan, scale
         ctx.mark_non_differentiable(empty)
@@ -86,11 +98,15 @@ class _Merged(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        grads: list[Tensor | None] = []
-        for part in _unpack(ctx.plan, tensors):
-            placed = [t if part.place is None else _take(t, part.place) for t in (grad, out, lse)]
-            grads += [*_backward_part(part, placed, ctx.scale), None, *(None for _ in part.tiles)]
-        return None, None, None, *grads
+        parts = _unpack(ctx.plan, tensors)
+        grads = [[torch.zeros_like(x) for x in (part.query, part.key, part.value)] for part in parts]
+        for start, end in _pieces(out, parts):
+            for part, totals in zip(parts, grads, strict=True):
+                some, place = _some(part, start, end), slice(start // part.groups, end // part.groups)
+                results = [t[start:end] if some.place is None else _take(t[start:end], some.place) for t in (grad, out, lse)]
+                _backward_part(some, results, [total[place] for total in totals], ctx.scale)
+        slots = [[*totals, None, *(None for _ in part.tiles)] for part, totals in zip(parts, grads, strict=True)]
+        return None, None, None, *itertools.chain.from_iterable(slots)
 
 
 def _unpack(plan: Sequence[Sequence[Tile]], tensors: Sequence[Any]) -> list[Part]:
@@ -100,6 +116,46 @@ def _unpack(plan: Sequence[Sequence[Tile]], tensors: Sequence[Any]) -> list[Part
         tiles = [replace(tile, mask=mask) for tile, mask in zip(tiles, masks, strict=True)]
         parts.append(Part(query, key, value, tiles, place))
     return parts
+
+
+def _pieces(out: Tensor, parts: Sequence[Part]) -> list[tuple[int, int]]:
+    """Rows of the output to work on at a time: so few that they stay in cache, enough for every thread."""
+    rows, unit = out.shape[0], max(part.groups for part in parts)
+    if torch.compiler.is_compiling():
+        return [(0, rows)]
+    step = max(_PIECE // max(out[0].numel() if rows else 1, 1), torch.get_num_threads())
+    step = -(-step // unit) * unit
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _some(part: Part, start: int, end: int) -> Part:
+    """What concerns the rows `start` to `end` of the output."""
+    sequences, first, last = part.query.shape[0], start // part.groups, end // part.groups
+    if last - first == sequences:
+        return part
+
+    def cut(x: Tensor | None, each: int) -> Tensor | None:
+        return x if x is None or x.shape[0] == 1 else x[first * each : last * each]
+
+    tiles = [replace(tile, mask=cut(tile.mask, part.query.shape[1])) for tile in part.tiles]
+    query, key, value = (x[first:last] for x in (part.query, part.key, part.value))
+    return Part(query, key, value, tiles, cut(part.place, part.groups))
+
+
+def _split(tile: Tile, part: Part) -> list[Tile]:
+    """Fewer blocks at a time, where the gradients of all their keys would not stay in cache."""
+    if torch.compiler.is_compiling() or tile.count == 1:
+        return [tile]
+    sequences, subsequences, _, width = part.key.shape
+    count = max(_PIECE // max(sequences * subsequences * tile.columns * width, 1), 1)
+
+    def some(first: int) -> Tile:
+        number = min(count, tile.count - first)
+        mask = tile.mask if tile.mask is None or tile.mask.shape[1] == 1 else tile.mask[:, first : first + number]
+        start, key = tile.start + first * tile.rows, tile.first + first * tile.step
+        return replace(tile, start=start, count=number, first=key, mask=mask)
+
+    return [some(first) for first in range(0, tile.count, count)]
 
 
 def _forward_part(part: Part, scale: float) -> tuple[Tensor, Tensor]:
@@ -115,12 +171,11 @@ def _forward_part(part: Part, scale: float) -> tuple[Tensor, Tensor]:
     return _rows(out), _rows(lse.unsqueeze(-1)).squeeze(-1)
 
 
-def _backward_part(part: Part, results: Sequence[Tensor], scale: float) -> list[Tensor]:
-    """The gradients of query, key and value; `results` are the output's gradient, output and log-sum-exp, (R, S n, ...)."""
-    grads = [torch.zeros_like(x) for x in (part.query, part.key, part.value)]
+def _backward_part(part: Part, results: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
+    """Add to the gradients of query, key and value; `results` are (R, S n, ...): the output's gradient, output, log-sum-exp."""
     query = part.query
     grad, out, lse = (_unrows(x if x.dim() == 3 else x.unsqueeze(-1), query) for x in results)
-    for tile in part.tiles:
+    for tile in itertools.chain.from_iterable(_split(tile, part) for tile in part.tiles):
         key, value = (_spread(_keys(x, tile), tile, query) for x in (part.key, part.value))
         rows_of = [_queries(x, tile) for x in (grad, query, out, lse)]
         found = _kernel_backward(rows_of[0], rows_of[1], key, value, rows_of[2], rows_of[3].squeeze(-1), tile, scale)
@@ -128,7 +183,6 @@ def _backward_part(part: Part, results: Sequence[Tensor], scale: float) -> list[
         grads[0][:, :, :, rows] = _restore(found[0], tile, query)
         for total, new in zip(grads[1:], found[1:], strict=True):
             _add_keys(total.flatten(0, 1), new, tile)
-    return grads
 
 
 def _merge(results: Sequence[tuple[Tensor, Tensor]], places: Sequence[Tensor | None], length: int) -> tuple[Tensor, Tensor]:

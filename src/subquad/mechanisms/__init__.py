@@ -12,6 +12,7 @@ from subquad.mechanisms.longformer import Longformer
 from subquad.mechanisms.nystrom import Nystrom
 from subquad.mechanisms.performer import Performer
 from subquad.mechanisms.plain import Plain
+from subquad.mechanisms.pooled import Pooled
 from subquad.mechanisms.reformer import Reformer
 from subquad.mechanisms.rfa import RFA
 from subquad.mechanisms.routing import Routing
@@ -40,6 +41,7 @@ MECHANISMS: tuple[type[Config], ...] = (
     Clustered,
     Linformer,
     Nystrom,
+    Pooled,
     Induced,
     SVD,
 )
@@ -63,6 +65,7 @@ __all__ = [
     "Nystrom",
     "Performer",
     "Plain",
+    "Pooled",
     "Reformer",
     "Routing",
     "Softmax",

@@ -26,6 +26,7 @@ from subquad.reference import (
     patterns,
     performer,
     plain,
+    pooled,
     rfa,
     softmax,
     svd,
@@ -50,6 +51,7 @@ _MECHANISMS: dict[str, Callable[..., Tensor]] = {
     "clustered": clustered.attention,
     "linformer": linformer.attention,
     "nystrom": nystrom.attention,
+    "pooled": pooled.attention,
     "induced": induced.attention,
     "svd": svd.attention,
 }

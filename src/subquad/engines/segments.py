@@ -1,0 +1,95 @@
+"""Segments: the means of p keys, and of their p values, in a row, which stand for all of them.
+
+Where causal, a query sees the segments that end before it. A decode state holds the means of finished segments, and the tokens
+of the one that is not finished.
+
+B batch, K key-value heads, n tokens, W channels, p tokens a segment, S rows in a state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.engines import store
+from subquad.engines.key_sets import KeySet, Tokens, barred_unless
+from subquad.engines.tiles import BARRED, Part, Tile
+from subquad.state import Parts
+
+_ROWS = 256  # queries in a block, about
+
+
+@dataclass(frozen=True)
+class Segments(KeySet):
+    """The means of `size` keys and values in a row; `is_causal` leaves out segments that do not end before the query."""
+
+    ROWS: ClassVar[tuple[str, ...]] = ("segment", "segment_key", "segment_value")
+    size: int
+    is_causal: bool
+
+    def parts(self, x: Tokens) -> list[Part]:
+        key, value = self._means(x)
+        if not self.is_causal:
+            return [x.meets(key, value)]
+        # A block of queries sees all segments before it, and some of those inside it.
+        rows = self.size * -(-_ROWS // self.size)
+        inside = rows // self.size
+        i, s = torch.arange(rows, device=key.device)[:, None], torch.arange(inside, device=key.device)
+        mask = barred_unless(s < i // self.size, key.dtype)[None, None]
+        whole, tail = x.length // rows, x.length % rows
+        near = [Tile(0, rows, whole, 0, inside, inside, mask)] if whole else []
+        left = key.shape[2] - whole * inside
+        near += [Tile(whole * rows, tail, 1, whole * inside, 0, left, mask[:, :, :tail, :left])] if tail else []
+        far = [Tile(a, min(rows, x.length - a), 1, 0, 0, a // self.size) for a in range(0, x.length, rows)]
+        return [x.meets(key, value, tuple(near)), x.meets(key, value, tuple(far))]
+
+    def _means(self, x: Tokens) -> tuple[Tensor, Tensor]:
+        """Means over the keys that are not barred, (B, K, segments, W); barred where there are none."""
+        missing = -x.length % self.size
+        key, value = (F.pad(t, (0, 0, 0, missing)).unflatten(2, (-1, self.size)) for t in (x.key, x.value))
+        if not x.barred:
+            count = torch.full((key.shape[2], 1), self.size, dtype=key.dtype, device=key.device)
+            count[-1] -= missing
+            return key.sum(3) / count, value.sum(3) / count
+        real = F.pad(x.key[..., -1:] == 0, (0, 0, 0, missing)).unflatten(2, (-1, self.size))
+        count = real.sum(3)  # (B, K, segments, 1)
+        key, value = (t.masked_fill(~real, 0).sum(3) / count.clamp(min=1) for t in (key, value))
+        bias = torch.where(count > 0, 0.0, BARRED).to(key.dtype)
+        return torch.cat([key[..., :-1], bias], dim=-1), value
+
+    def finish(self, state: Parts, start: Tensor, new: int) -> Parts:
+        """Add the segments that the last `new` tokens have finished, where `start` (B,) were there before."""
+        position, now = store.rows(state["number"]), state["count"]
+        assert isinstance(now, Tensor)
+        base, count = start // self.size, new // self.size + 1
+        slot = position // self.size - base.reshape(-1, 1, 1, 1)  # (B, K, S, 1)
+        slot = torch.where((position >= 0) & (slot >= 0) & (slot < count), slot, count)
+        number = base[:, None] + torch.arange(count, device=base.device)  # (B, count)
+        number = number.masked_fill((number + 1) * self.size > now[:, None], -1)
+        rows = {"segment": number[:, None, :, None].expand(-1, position.shape[1], -1, -1)}
+        for name in ("key", "value"):
+            x = store.rows(state[name])
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            total = x.new_zeros(*x.shape[:2], count + 1, x.shape[-1]).scatter_add(2, slot.expand_as(x), x)
+            rows[f"segment_{name}"] = total[:, :, :count] / self.size
+        recorded = torch.is_grad_enabled() and rows["segment_key"].requires_grad
+        return store.append(state, rows, recorded)
+
+    def shown(self, state: Parts, i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of the finished segments, and which of them queries at i (B, 1, n, 1) see, (B, K, n, segments)."""
+        number, key, value = (store.rows(state[name]) for name in Segments.ROWS)
+        number = number.squeeze(-1).unsqueeze(2)
+        return key, value, (number >= 0) & ((number + 1) * self.size <= i)
+
+    def sees(self, i: Tensor, j: Tensor, heads: Tensor) -> Tensor:
+        return torch.zeros_like(j, dtype=torch.bool)  # no token by itself
+
+    def keeps(self, j: Tensor, now: Tensor, heads: Tensor) -> Tensor:
+        return j // self.size >= now // self.size
+
+    def room(self, now: int, heads: int) -> int:
+        return self.size

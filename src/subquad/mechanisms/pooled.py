@@ -1,0 +1,55 @@
+"""Pooled attention: the neighbours as they are, all tokens as means of segments.
+
+    o_i = sum_j softmax_j(s q_i . k_j) v_j    over j in {t: |i - t| <= window}  and  {means of tokens p m to p m + p - 1}
+
+in one softmax; when causal over t <= i and the segments that end before i. Keys and values are pooled alike. A token in the
+window counts as itself and in its segment; a segment counts as one key. O(N (window + N/p) D) time: a fixed p divides the
+square, it does not remove it. Positions count real tokens only. This project's own definition; compare Liu et al., 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from subquad.engines.block_sparse import Layout
+from subquad.engines.key_sets import Window
+from subquad.engines.segments import Segments
+from subquad.mechanisms.base import Call, Info
+from subquad.mechanisms.block_sparse import Pattern, refuses
+
+INFO = Info(
+    name="pooled",
+    engine="low_rank",
+    idea="the keys within a window, and all keys as means of segments, in one softmax",
+    paper="this project; compare Liu et al., 2018, Generating Wikipedia by Summarizing Long Sequences, arXiv:1801.10198",
+    time="O(N (w + N/p) D), w keys to each side, segments of p",
+    memory="O(N D)",
+    state="O((w + p + T/p) D), the window, the finished segments and the tokens of the last",
+    refuses=refuses(),
+    small={"stride": 6, "window": 9},
+    variants=({"stride": 1, "window": 0}, {"stride": 40, "window": 3}),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(Pattern):
+    """A window and means.
+
+    Args:
+        stride: p, how many tokens a segment has.
+        window: how many tokens to each side a query sees as they are; when causal, to the left only.
+    """
+
+    info: ClassVar[Info] = INFO
+    stride: int = 16
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        self._require_count("stride")
+        self._require_whole("window")
+
+    def layout(self, call: Call) -> Layout:
+        window = Window(self.window, 0 if call.is_causal else self.window)
+        segments = Segments(self.stride, call.is_causal)
+        return Layout(groups=((None, (window, segments)),), is_causal=call.is_causal, counts_real=True, segments=segments)
