@@ -17,6 +17,7 @@ LAYERS = [
     {"registry", "checks"},
     {"api"},
     {"__init__"},
+    {"report"},
     {"cli"},
 ]
 
@@ -52,7 +53,7 @@ def test_the_reference_imports_nothing_that_it_checks():
 def test_public_names():
     assert sorted(sq.__all__) == sorted(
         [
-            "Attention", "Config", "Efficient", "Info", "InputError", "Linear", "Mechanism",
+            "Attention", "Config", "Efficient", "Info", "InputError", "Linear", "Mechanism", "MissingExtraError",
             "OptionError", "Performer", "Plain", "RFA", "Softmax", "State", "StateError", "SubquadError", "Taylor",
             "UnknownMethodError", "UnsupportedError", "__version__", "attention", "info", "methods", "why_not",
         ]

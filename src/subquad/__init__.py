@@ -3,6 +3,7 @@
 from subquad.api import Attention, Mechanism, attention
 from subquad.errors import (
     InputError,
+    MissingExtraError,
     OptionError,
     StateError,
     SubquadError,
@@ -24,6 +25,7 @@ __all__ = [
     "InputError",
     "Linear",
     "Mechanism",
+    "MissingExtraError",
     "OptionError",
     "Performer",
     "Plain",

@@ -1,0 +1,124 @@
+"""Pictures: what stands in the terminal, and files that are whole or not there."""
+
+import os
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+import subquad as sq
+from subquad.report import attention_map, pictures, render, save
+
+
+def printed(shown, *, width=80, **options):
+    console = Console(width=width, **options)
+    with console.capture() as capture:
+        console.print(render(shown, console))
+    return capture.get()
+
+
+def test_a_pattern_in_half_blocks():
+    lines = printed(attention_map("softmax", length=5, is_causal=True)).splitlines()
+    assert [line.strip() for line in lines[2:7]] == ["┌─────┐", "│█▄   │", "│███▄ │", "│▀▀▀▀▀│", "└─────┘"]
+    assert lines[0] == "softmax, 5 tokens, causal"
+    assert "Pairs that attend: 60.0% of all, 100.0% of the causal ones." in lines
+
+
+def test_a_large_pattern_is_reduced_and_says_so():
+    text = printed(attention_map("softmax", length=512, is_causal=True))
+    assert "A cell is 8 x 8 pairs, filled if any of them attends." in text
+    assert f"│█▄{' ' * 62}│" in text.splitlines()[3]
+
+
+@pytest.mark.parametrize("length", [1, 2, 37, 64, 127, 300])
+@pytest.mark.parametrize("width", [20, 80, 200])
+@pytest.mark.parametrize("name", ["softmax", "rfa", "plain"])
+def test_the_terminal_is_never_too_narrow(name, width, length):
+    picture = [line for line in printed(attention_map(name, length=length), width=width).splitlines() if line[:1] in "┌│└"]
+    assert picture
+    assert all(line.rstrip()[-1] in "┐│┘" for line in picture)
+    assert max(map(len, picture)) <= width
+
+
+def test_weights_are_shades_without_colour_and_colours_with_it():
+    shown = attention_map("plain", length=16, is_causal=True)
+    assert set("░▒▓█") & set(printed(shown))
+    coloured = printed(shown, color_system="truecolor", force_terminal=True, no_color=False)
+    assert "▀" in coloured
+    assert "\x1b[" in coloured
+    assert "red is below zero" in coloured
+
+
+@pytest.mark.parametrize("name", ["softmax", "plain", "linear"])
+def test_files_are_what_their_ending_says(name, tmp_path):
+    shown = attention_map(name, length=17, is_causal=True)
+    save(shown, tmp_path / "a.png")
+    save(shown, tmp_path / "b.SVG")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    svg = ElementTree.fromstring((tmp_path / "b.SVG").read_text())
+    assert svg.tag == "{http://www.w3.org/2000/svg}svg"
+    words = " ".join(svg.itertext())
+    assert all(part in words for part in ("key j", "query i", shown.title, shown.caption[0], shown.groups[0].label))
+    assert sorted(os.listdir(tmp_path)) == ["a.png", "b.SVG"]
+
+
+def test_one_description_has_a_cell_a_pair_with_queries_downwards():
+    chart = pictures._chart(attention_map("softmax", length=3, is_causal=True)).to_dict()
+    (panel,) = chart["concat"]
+    (rows,) = chart.get("datasets", {}).values() if "datasets" in chart else [panel["data"]["values"]]
+    assert [(row["i"], row["j"]) for row in rows] == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+    assert panel["encoding"]["x"]["scale"]["domain"] == [0, 3]
+    assert panel["encoding"]["y"]["scale"]["domain"] == [3, 0]
+    assert panel["width"] == panel["height"]
+
+
+def test_signed_weights_have_a_scale_with_two_ends():
+    def domain(name):
+        panel = pictures._chart(attention_map(name, length=16)).to_dict()["concat"][0]
+        return panel["encoding"]["color"]["scale"]["domain"]
+
+    low, middle, high = domain("plain")
+    assert (low, middle) == (-high, 0)
+    assert domain("linear")[0] == 0
+    assert len(domain("linear")) == 2
+
+
+def test_an_existing_file_is_replaced(tmp_path):
+    (tmp_path / "a.svg").write_text("old")
+    save(attention_map("linear", length=3), tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "png", "a.png.gz"])
+def test_other_endings_are_refused(name, tmp_path):
+    with pytest.raises(sq.InputError, match=r"ends in \.png or \.svg; got"):
+        save(attention_map("linear", length=3), tmp_path / name)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_directory_that_is_not_there(tmp_path):
+    with pytest.raises(sq.InputError, match=r"directory that can be written; .*: No such file or directory"):
+        save(attention_map("linear", length=3), tmp_path / "nowhere" / "a.svg")
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(source, target):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "a.svg").write_text("old")
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(sq.InputError, match="No space left"):
+        save(attention_map("linear", length=3), tmp_path / "a.svg")
+    assert os.listdir(tmp_path) == ["a.svg"]
+    assert (tmp_path / "a.svg").read_text() == "old"
+
+
+@pytest.mark.parametrize("missing", ["altair", "vl_convert"])
+def test_a_missing_extra_says_what_to_install(missing, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    shown = attention_map("linear", length=3)
+    with pytest.raises(sq.MissingExtraError, match=rf"subquad\[report\]; {missing} is not installed.*pip install altair"):
+        save(shown, tmp_path / "a.png")
+    assert printed(shown)
+    assert not os.listdir(tmp_path)
