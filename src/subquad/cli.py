@@ -104,7 +104,7 @@ def _record(info: Info) -> dict[str, Any]:
 @app.command(epilog="Example: [bold]subquad show performer --length 64 --out performer.png[/bold]")
 def show(
     method: Annotated[str, typer.Argument(help="A name from 'subquad list'.")],
-    length: Annotated[int | None, typer.Option(help="Tokens, at most 4096; default 512 for patterns, 64 for weights.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens, at most 4096; by default 64 to 1024, by the method.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method, as features=128; may be repeated.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="The causal form.")] = False,
     heads: Annotated[int, typer.Option(help="Heads; those that attend alike are drawn once.")] = 4,

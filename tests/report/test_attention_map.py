@@ -100,7 +100,7 @@ def test_rows_of_averages_sum_to_one(name):
 
 
 def test_the_default_length_shows_what_there_is():
-    assert attention_map("softmax").length == 512
+    assert attention_map("softmax").length == 1024
     assert attention_map("linear").length == 64
 
 
@@ -115,6 +115,7 @@ def test_what_is_only_causal_is_shown_causal_and_says_so():
 def test_the_caption_names_what_the_picture_depends_on():
     assert "seed 5" in " ".join(attention_map("rfa", length=3, seed=5).caption)
     assert "before training" in " ".join(attention_map("rfa", length=3).caption)
+    assert "before training" not in " ".join(attention_map("linear", length=3).caption)
     assert "seed" not in " ".join(attention_map(Banded(), length=3).caption)
 
 

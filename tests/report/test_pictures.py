@@ -1,5 +1,6 @@
 """Pictures: what stands in the terminal, and files that are whole or not there."""
 
+import csv
 import os
 import sys
 from xml.etree import ElementTree
@@ -66,8 +67,9 @@ def test_files_are_what_their_ending_says(name, tmp_path):
 def test_one_description_has_a_cell_a_pair_with_queries_downwards():
     chart = pictures._chart(attention_map("softmax", length=3, is_causal=True)).to_dict()
     (panel,) = chart["concat"]
-    (rows,) = chart.get("datasets", {}).values() if "datasets" in chart else [panel["data"]["values"]]
-    assert [(row["i"], row["j"]) for row in rows] == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+    rows = list(csv.DictReader(chart["data"]["values"].splitlines()))
+    assert [(row["i"], row["j"]) for row in rows] == [(i, j) for i in "012" for j in "012" if j <= i]
+    assert all(int(row["i2"]) - int(row["i"]) == int(row["j2"]) - int(row["j"]) == 1 for row in rows)
     assert panel["encoding"]["x"]["scale"]["domain"] == [0, 3]
     assert panel["encoding"]["y"]["scale"]["domain"] == [3, 0]
     assert panel["width"] == panel["height"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import subquad
-from subquad import Config, InputError
+from subquad import Config, InputError, Mechanism
 from subquad.checks import sizes
 from subquad.registry import resolve
 
@@ -26,6 +26,8 @@ MAX_LENGTH = 4096
 # These engines choose pairs, and the picture is which. The others weigh all pairs at once, and the picture is the weights.
 _CHOOSING = ("dense", "block_sparse", "bucketed")
 _READS_NO_INPUT = ("dense", "block_sparse")
+# Long enough for the default options to leave something out.
+_LENGTHS = {**dict.fromkeys(_CHOOSING, 1024), "low_rank": 128}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,7 @@ class AttentionMap:
     length: int
     is_causal: bool
     seed: int
+    has_parameters: bool
     groups: tuple[HeadGroup, ...]
     share: float | None
     error: float | None
@@ -94,8 +97,8 @@ class AttentionMap:
         lines += [f"Causal only: {reason}." for reason in self.config.reasons(["bidirectional"]).values()]
         if self.config.info.engine not in _READS_NO_INPUT:
             lines.append(f"Depends on the input: random queries and keys, seed {self.seed}.")
-        if self.config.info.parameters:
-            lines.append("Parameters are as before training.")
+        if self.has_parameters:
+            lines.append("Its parameters are as before training.")
         return lines
 
     def facts(self) -> dict[str, Any]:
@@ -126,14 +129,14 @@ def attention_map(
 
     Args:
         method: a name or a config object.
-        length: N, at most 4096; None for 512 where the mechanism chooses pairs, otherwise 64.
+        length: N, at most 4096; None for 1024 where the mechanism chooses pairs, otherwise 64 or 128.
         heads, head_dim: H and D.
         is_causal: None for bidirectional where the mechanism can.
         seed: what queries, keys and initial parameters are drawn from.
     """
     config = resolve(method)
     chooses = config.info.engine in _CHOOSING
-    length = (512 if chooses else 64) if length is None else length
+    length = _LENGTHS.get(config.info.engine, 64) if length is None else length
     is_causal = bool(config.reasons(["bidirectional"])) if is_causal is None else is_causal
     sizes(length=length, heads=heads, head_dim=head_dim)
     if length > MAX_LENGTH:
@@ -144,23 +147,33 @@ def attention_map(
         torch.manual_seed(seed)
         query = torch.randn(1, 1, length, head_dim)
         key = query if config.shares_query_and_key else torch.randn(1, 1, length, head_dim)
-        matrices = _matrices(config, query, key, heads, is_causal)
+        mechanism = config.build(heads=heads, head_dim=head_dim, value_dim=length, dim=heads * head_dim).eval()
+        matrices = _matrices(mechanism, query, key, is_causal)
         if chooses:
             matrices = (matrices != 0).float()
         exact = None if chooses else subquad.attention(query, key, torch.eye(length)[None, None], is_causal=is_causal)[0, 0]
     groups = [HeadGroup(alike, matrices[alike[0]], *_figures(matrices[alike[0]], exact)) for alike in _alike(matrices)]
-    return AttentionMap(config, length, is_causal, seed, tuple(groups), *_figures(matrices, exact), exact)
+    share, error = _figures(matrices, exact)
+    return AttentionMap(
+        config=config,
+        length=length,
+        is_causal=is_causal,
+        seed=seed,
+        has_parameters=any(True for _ in mechanism.parameters()),
+        groups=tuple(groups),
+        share=share,
+        error=error,
+        exact=exact,
+    )
 
 
-def _matrices(config: Config, query: Tensor, key: Tensor, heads: int, is_causal: bool) -> Tensor:
+def _matrices(mechanism: Mechanism, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
     """(H, N, N)."""
-    length, head_dim = query.shape[2:]
-    dim = heads * head_dim
-    mechanism = config.build(heads=heads, head_dim=head_dim, value_dim=length, dim=dim).eval()
-    q = query.expand(1, heads, -1, -1)
-    k = q if key is query else key.expand(1, heads, -1, -1)
-    identity = torch.eye(length).expand(1, heads, -1, -1)
-    hidden = torch.randn(1, length, dim) if config.reads_tokens else None
+    spec, length = mechanism.spec, query.shape[2]
+    q = query.expand(1, spec.heads, -1, -1)
+    k = q if key is query else key.expand(1, spec.heads, -1, -1)
+    identity = torch.eye(length).expand(1, spec.heads, -1, -1)
+    hidden = torch.randn(1, length, spec.heads * spec.head_dim) if mechanism.config.reads_tokens else None
     return mechanism(q, k, identity, is_causal=is_causal, hidden=hidden)[0]
 
 
