@@ -133,7 +133,10 @@ def test_show_takes_options(run):
         (["performer", "--option", "features"], "an option is name=value, each name once; got 'features'"),
         (["performer", "--option", "seed=1", "--option", "seed=2"], "each name once; got 'seed=2'"),
         (["linear", "--length", "3", "--out", "picture.gif"], "ends in .png or .svg; got 'picture.gif'"),
-        (["linear", "--length", "3", "--out", "no/such/place.svg"], "must be in a directory that can be written"),
+        (
+            ["linear", "--length", "3", "--out", "no/such/place.svg"],
+            "a file in a directory that can be written; got 'no/such/place.svg'",
+        ),
     ],
 )
 def test_show_refuses(refused, args, rule, tmp_path, monkeypatch):

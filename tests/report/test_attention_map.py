@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import subquad as sq
 from subquad import reference
 from subquad.report import attention_map
-from tests.harness import every_case
+from tests.harness import HEADS, every_case
 
 LENGTH = 23
 
@@ -33,8 +33,8 @@ class Banded(sq.Config):
 @every_case
 def test_every_method_in_every_direction_it_has(case):
     for is_causal in case.directions:
-        shown = attention_map(case.config, length=LENGTH, heads=2, head_dim=8, is_causal=is_causal)
-        assert sorted(head for group in shown.groups for head in group.heads) == [0, 1]
+        shown = attention_map(case.config, length=LENGTH, heads=HEADS, head_dim=8, is_causal=is_causal)
+        assert sorted(head for group in shown.groups for head in group.heads) == list(range(HEADS))
         assert shown.is_causal is is_causal
         for group in shown.groups:
             assert group.weights.shape == (LENGTH, LENGTH)

@@ -1,11 +1,11 @@
 """Pictures: what stands in the terminal, and files that are whole or not there."""
 
-import csv
 import os
 import sys
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from rich.console import Console
 
 import subquad as sq
@@ -64,15 +64,26 @@ def test_files_are_what_their_ending_says(name, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.png", "b.SVG"]
 
 
-def test_one_description_has_a_cell_a_pair_with_queries_downwards():
-    chart = pictures._chart(attention_map("softmax", length=3, is_causal=True)).to_dict()
-    (panel,) = chart["concat"]
-    rows = list(csv.DictReader(chart["data"]["values"].splitlines()))
-    assert [(row["i"], row["j"]) for row in rows] == [(i, j) for i in "012" for j in "012" if j <= i]
-    assert all(int(row["i2"]) - int(row["i"]) == int(row["j2"]) - int(row["j"]) == 1 for row in rows)
+def test_queries_run_downwards_in_a_square():
+    (panel,) = pictures._chart(attention_map("softmax", length=3)).to_dict()["concat"]
     assert panel["encoding"]["x"]["scale"]["domain"] == [0, 3]
     assert panel["encoding"]["y"]["scale"]["domain"] == [3, 0]
     assert panel["width"] == panel["height"]
+
+
+def test_cells_have_their_edges_and_weights():
+    table = pictures._table(torch.tensor([[0.5, 0.0], [0.25, -1.0]]), step=4, length=7)
+    assert table.splitlines() == ["i,i2,j,j2,weight", "0,4,0,4,0.5", "4,7,0,4,0.25", "4,7,4,7,-1.0"]
+
+
+def test_a_cell_of_weights_is_their_mean_and_the_last_may_be_smaller():
+    shown = attention_map("linear", length=131)
+    cells = pictures._Cells.of(shown, 128)
+    weights = shown.groups[0].weights
+    assert cells.step == 2
+    assert cells.panels[0][1].shape == (66, 66)
+    torch.testing.assert_close(cells.panels[0][1][3, 5], weights[6:8, 10:12].mean())
+    torch.testing.assert_close(cells.panels[0][1][65, 5], weights[130:, 10:12].mean())
 
 
 def test_signed_weights_have_a_scale_with_two_ends():
@@ -99,9 +110,15 @@ def test_other_endings_are_refused(name, tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_a_directory_that_is_not_there(tmp_path):
-    with pytest.raises(sq.InputError, match=r"directory that can be written; .*: No such file or directory"):
-        save(attention_map("linear", length=3), tmp_path / "nowhere" / "a.svg")
+@pytest.mark.parametrize(
+    ("name", "why"), [("nowhere/a.svg", "No such file"), ("file/a.svg", "Not a directory"), ("full.svg", "Is a directory")]
+)
+def test_a_place_that_cannot_be_written(name, why, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "full.svg").mkdir()
+    with pytest.raises(sq.InputError, match=rf"directory that can be written; got .*{name}': {why}"):
+        save(attention_map("linear", length=3), tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["file", "full.svg"]
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch):

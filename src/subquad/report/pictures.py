@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -114,10 +115,12 @@ def save(shown: AttentionMap, path: str | os.PathLike[str]) -> None:
         unfinished.write_bytes(picture)
         os.replace(unfinished, path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise InputError(
-            f"the picture's file must be in a directory that can be written; {path}: {error.strerror}. Choose another."
+            f"a picture goes to a file in a directory that can be written; got {str(path)!r}: {error.strerror}. Choose another."
         ) from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def _rendered(chart: Any, format: str) -> bytes:
