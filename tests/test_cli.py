@@ -108,7 +108,7 @@ def test_show_says_where_the_file_is(run, tmp_path):
         ("1,2,4", (1, 2, 4)),
         ("2,", (2,)),
     ]
-    + [(word, word) for word in ("none", "favor++", "split", "", "[1]", "{}", "1 2", "b'x'")],
+    + [(word, word) for word in ("none", "favor++", "split", "", "[1]", "{}", "{[]}", "1 2", "b'x'")],
 )
 def test_values_of_options(text, value):
     read = cli._value(text)

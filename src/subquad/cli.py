@@ -141,7 +141,7 @@ def _value(text: str) -> Any:
     """Numbers, True, False, None and tuples such as 1,2,4 as Python reads them; anything else is a word."""
     try:
         value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, TypeError, ValueError):
         return text
     return value if isinstance(value, (int, float, tuple, type(None))) else text
 

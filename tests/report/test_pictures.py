@@ -42,13 +42,30 @@ def test_the_terminal_is_never_too_narrow(name, width, length):
     assert max(map(len, picture)) <= width
 
 
-def test_weights_are_shades_without_colour_and_colours_with_it():
-    shown = attention_map("plain", length=16, is_causal=True)
-    assert set("░▒▓█") & set(printed(shown))
-    coloured = printed(shown, color_system="truecolor", force_terminal=True, no_color=False)
-    assert "▀" in coloured
-    assert "\x1b[" in coloured
-    assert "red is below zero" in coloured
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"color_system": "truecolor", "force_terminal": True, "no_color": True},
+        {"color_system": "standard", "force_terminal": True, "no_color": False},
+    ],
+)
+def test_weights_are_shades_where_colours_are_few(options):
+    text = printed(attention_map("linear", length=16, is_causal=True), **options)
+    assert {*"░█"} <= {*text}
+    assert "▀" not in text
+
+
+@pytest.mark.parametrize("colours", ["256", "truecolor"])
+def test_weights_are_colours_where_there_are_many(colours):
+    text = printed(attention_map("plain", length=16, is_causal=True), color_system=colours, force_terminal=True, no_color=False)
+    assert "▀" in text
+    assert not {*"░▒▓█"} & {*text}
+    assert "red is below zero" in text
+
+
+def test_colours_run_from_white_to_blue_and_red():
+    assert [pictures._css(pictures._colour(x)) for x in (0.0, 1.0, 7.0, -1.0)] == ["#ffffff", "#08519c", "#08519c", "#a50f15"]
 
 
 @pytest.mark.parametrize("name", ["softmax", "plain", "linear"])

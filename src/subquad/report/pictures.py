@@ -75,15 +75,15 @@ def render(shown: AttentionMap, console: Console) -> RenderableType:
 
 
 def _text(cells: Tensor, shown: AttentionMap, console: Console) -> Text:
-    weighed = _shade if console.color_system is None else _two_colours
-    glyph = _half_block if shown.exact is None else weighed
+    has_shades_of_colour = console.color_system in ("256", "truecolor") and not console.no_color
+    glyph = _half_block if shown.exact is None else _two_colours if has_shades_of_colour else _shade
     rows = F.pad(cells, (0, 0, 0, len(cells) % 2)).tolist()
     lines = [Text.assemble(*map(glyph, top, bottom)) for top, bottom in zip(rows[::2], rows[1::2], strict=True)]
     return Text("\n").join(lines)
 
 
 def _half_block(top: float, bottom: float) -> tuple[str, str]:
-    return " ▄▀█"[2 * (top > 0) + (bottom > 0)], _css(_BLUE)
+    return " ▄▀█"[2 * (top > 0) + (bottom > 0)], ""
 
 
 def _two_colours(top: float, bottom: float) -> tuple[str, str]:
