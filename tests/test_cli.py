@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,21 @@ from subquad.cli import app
 def run(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     return lambda *args: CliRunner().invoke(app, args)
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """What a refused command line says."""
+
+    def message(*args):
+        monkeypatch.setattr(sys, "argv", ["subquad", *args])
+        monkeypatch.setenv("COLUMNS", "1000")
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    return message
 
 
 def test_list_shows_every_method_in_80_columns(run):
@@ -36,8 +52,103 @@ def test_json_is_the_record(run):
     assert record["supports"] == list(info.supports)
 
 
-def test_help_has_an_example(run):
-    assert "Example: subquad list --causal --decode" in run("list", "--help").stdout
+@pytest.mark.parametrize(
+    "example", ["subquad list --causal --decode", "subquad show performer --length 64 --out performer.png"]
+)
+def test_help_has_an_example_that_works(run, example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = example.split()[1:]
+    assert f"Example: {example}" in run(command[0], "--help").stdout
+    assert run(*command).exit_code == 0
+
+
+@pytest.mark.parametrize("name", sq.methods())
+@pytest.mark.parametrize("direction", [[], ["--causal"]])
+def test_show_draws_every_method_in_80_columns(run, name, direction):
+    if direction and sq.why_not(name, is_causal=True):
+        pytest.skip("it has no causal form")
+    done = run("show", name, *direction)
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"{name}, ")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_show_json_is_the_figures(run, tmp_path):
+    out = tmp_path / "a.svg"
+    facts = json.loads(run("show", "softmax", "--causal", "--length", "7", "--heads", "2", "--json", "--out", str(out)).stdout)
+    assert facts == {
+        "method": "softmax",
+        "options": {},
+        "length": 7,
+        "is_causal": True,
+        "seed": 0,
+        "share_of_pairs": 28 / 49,
+        "share_of_causal_pairs": 1.0,
+        "relative_error": None,
+        "groups": [{"heads": [0, 1], "share_of_pairs": 28 / 49, "relative_error": None}],
+        "out": str(out),
+    }
+    assert out.read_text().startswith("<svg")
+
+
+def test_show_says_where_the_file_is(run, tmp_path):
+    out = tmp_path / ("long" * 20 + ".png")
+    assert f"Written to {out}." in run("show", "linear", "--length", "3", "--out", str(out)).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("8", 8),
+        ("0.5", 0.5),
+        ("1e-3", 1e-3),
+        ("True", True),
+        ("false", False),
+        ("None", None),
+        ("1,2,4", (1, 2, 4)),
+        ("2,", (2,)),
+    ]
+    + [(word, word) for word in ("none", "favor++", "split", "", "[1]", "{}", "{[]}", "1 2", "b'x'")],
+)
+def test_values_of_options(text, value):
+    read = cli._value(text)
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_show_takes_options(run):
+    options = ["--option", "kind=favor++", "--option", "features=32", "--option", "p=0.5"]
+    facts = json.loads(run("show", "performer", "--length", "5", "--json", *options).stdout)
+    assert facts["options"] == {"kind": "favor++", "features": 32, "p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("args", "rule"),
+    [
+        (["perfomer"], "did you mean 'performer'"),
+        (["performer", "--length", "0"], "length must be a whole number of at least 1; got 0"),
+        (["performer", "--length", "5000"], "at most 4096 tokens; got 5000"),
+        (["performer", "--option", "feature=8"], "has no option 'feature'; did you mean 'features'"),
+        (["performer", "--option", "features=many"], "Performer.features is a whole number of at least 1; got 'many'"),
+        (["performer", "--option", "features"], "an option is name=value, each name once; got 'features'"),
+        (["performer", "--option", "seed=1", "--option", "seed=2"], "each name once; got 'seed=2'"),
+        (["linear", "--length", "3", "--out", "picture.gif"], "ends in .png or .svg; got 'picture.gif'"),
+        (
+            ["linear", "--length", "3", "--out", "no/such/place.svg"],
+            "a file in a directory that can be written; got 'no/such/place.svg'",
+        ),
+    ],
+)
+def test_show_refuses(refused, args, rule, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert rule in refused("show", *args)
+    assert not list(tmp_path.iterdir())
+
+
+def test_show_without_the_extra_refuses_files_only(refused, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "altair", None)
+    assert run("show", "linear", "--length", "3").exit_code == 0
+    assert "pip install altair vl-convert-python" in refused("show", "linear", "--length", "3", "--out", "a.png")
 
 
 def test_version(run):

@@ -17,6 +17,7 @@ LAYERS = [
     {"registry", "checks"},
     {"api"},
     {"__init__"},
+    {"report"},
     {"cli"},
 ]
 
@@ -52,11 +53,11 @@ def test_the_reference_imports_nothing_that_it_checks():
 def test_public_names():
     assert sorted(sq.__all__) == sorted(
         [
-            "Attention", "Clustered", "Config", "Efficient", "Info", "InputError", "Linear", "Mechanism",
-            "OptionError", "Performer", "Plain", "RFA", "Softmax", "State", "StateError", "SubquadError", "Taylor",
-            "Attention", "Config", "Efficient", "Induced", "Info", "InputError", "Linear", "Linformer", "Mechanism",
-            "Nystrom", "OptionError", "Performer", "Plain", "RFA", "SVD", "Softmax", "State", "StateError", "SubquadError", "Taylor",
-            "UnknownMethodError", "UnsupportedError", "__version__", "attention", "info", "methods", "why_not",
+            "Attention", "BigBird", "Clustered", "Config", "Efficient", "Induced", "Info", "InputError", "Linear",
+            "Linformer", "Local", "Longformer", "Mechanism", "MissingExtraError", "Nystrom", "OptionError", "Performer",
+            "Plain", "Pooled", "RFA", "Reformer", "Routing", "SVD", "Softmax", "SparseFixed", "SparseStrided", "State",
+            "StateError", "SubquadError", "Taylor", "UnknownMethodError", "UnsupportedError", "__version__", "attention",
+            "info", "methods", "why_not",
         ]
     )  # fmt: skip
     assert all(hasattr(sq, name) for name in sq.__all__)

@@ -11,16 +11,16 @@ from subquad.registry import _table, require
 
 
 def test_methods():
-    assert sq.methods() == ["softmax", "linear", "taylor", "plain", "efficient", "performer", "rfa", "clustered"]
+    kernelized = ["linear", "taylor", "plain", "efficient", "performer", "rfa"]
+    sparse = ["local", "sparse_strided", "sparse_fixed", "longformer", "bigbird"]
+    bucketed, low_rank = ["reformer", "routing", "clustered"], ["linformer", "nystrom", "pooled", "induced", "svd"]
+    assert sq.methods() == ["softmax", *kernelized, *sparse, *bucketed, *low_rank]
     assert sq.methods(attn_mask=True) == ["softmax"]
-    assert "rfa" not in sq.methods(functional=True)
-    assert sq.methods(is_causal=True, decode=True) == [name for name in sq.methods() if name != "clustered"]
-    causal = ["softmax", "linear", "taylor", "plain", "efficient", "performer", "rfa"]
-    assert sq.methods() == [*causal, "linformer", "nystrom", "induced", "svd"]
-    assert sq.methods(attn_mask=True) == ["softmax"]
-    assert "rfa" not in sq.methods(functional=True)
-    assert sq.methods(is_causal=True, decode=True) == causal
-    assert sq.methods(cross=True) == [*causal, "linformer", "induced"]
+    assert sq.methods(global_mask=True) == ["longformer"]
+    assert set(sq.methods()) - set(sq.methods(functional=True)) == {"rfa", "linformer", "induced"}
+    causal = ["softmax", *kernelized, "local", "longformer", "bigbird", "reformer", "routing", "pooled"]
+    assert sq.methods(is_causal=True) == sq.methods(is_causal=True, decode=True) == causal
+    assert sq.methods(cross=True) == ["softmax", *kernelized, "clustered", "linformer", "induced"]
     assert sq.methods(is_causal=False) == sq.methods()
 
 
@@ -38,6 +38,8 @@ def test_why_not():
     assert len(sq.why_not("linear", attn_mask=True, scale=True, dropout_p=True)) == 3
     assert sq.why_not(sq.Performer(kind="favor++", p=1.0), is_causal=True) == []
     assert "set p" in sq.why_not(sq.Performer(kind="favor++"), decode=True)[0]
+    assert "set stride" in sq.why_not("sparse_fixed", is_causal=True)[0]
+    assert sq.why_not(sq.SparseFixed(stride=8), decode=True, key_padding_mask=True) == []
     assert "only when causal" in sq.why_not(sq.RFA(gated=True), cross=True)[0]
 
 

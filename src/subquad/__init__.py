@@ -1,7 +1,15 @@
 """Attention that does not grow with the square of the sequence: every efficient mechanism behind one call."""
 
 from subquad.api import Attention, Mechanism, attention
-from subquad.errors import InputError, OptionError, StateError, SubquadError, UnknownMethodError, UnsupportedError
+from subquad.errors import (
+    InputError,
+    MissingExtraError,
+    OptionError,
+    StateError,
+    SubquadError,
+    UnknownMethodError,
+    UnsupportedError,
+)
 from subquad.mechanisms import (
     RFA,
     SVD,
@@ -47,6 +55,7 @@ __all__ = [
     "Local",
     "Longformer",
     "Mechanism",
+    "MissingExtraError",
     "Nystrom",
     "OptionError",
     "Performer",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import subquad
-from subquad import Info, SubquadError
+from subquad import Config, Info, OptionError, SubquadError
+from subquad.registry import resolve
+from subquad.report import attention_map, render, save
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -95,6 +99,51 @@ def _record(info: Info) -> dict[str, Any]:
         "variants": [dict(options) for options in info.variants],
     }
     return {**plain, "supports": list(info.supports)}
+
+
+@app.command(epilog="Example: [bold]subquad show performer --length 64 --out performer.png[/bold]")
+def show(
+    method: Annotated[str, typer.Argument(help="A name from 'subquad list'.")],
+    length: Annotated[int | None, typer.Option(help="Tokens, at most 4096; by default 64 to 1024, by the method.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="An option of the method, as features=128; may be repeated.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="The causal form.")] = False,
+    heads: Annotated[int, typer.Option(help="Heads; those that attend alike are drawn once.")] = 4,
+    head_dim: Annotated[int, typer.Option(help="Channels a head.")] = 64,
+    seed: Annotated[int, typer.Option(help="What the input is drawn from.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write a picture: a file that ends in .png or .svg.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and no picture.")] = False,
+) -> None:
+    """Who attends to whom: the pairs a mechanism chooses, or its effective weights beside exact softmax's."""
+    config = _configured(method, option or [])
+    shown = attention_map(config, length=length, heads=heads, head_dim=head_dim, is_causal=True if causal else None, seed=seed)
+    if out is not None:
+        save(shown, out)
+    if as_json:
+        typer.echo(json.dumps({**shown.facts(), "out": None if out is None else str(out)}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(render(shown, console))
+    if out is not None:
+        console.print(f"Written to {escape(str(out))}.", soft_wrap=True)
+
+
+def _configured(method: str, options: list[str]) -> Config:
+    named: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals or name in named:
+            raise OptionError(f"an option is name=value, each name once; got {option!r}. Write it as --option features=128.")
+        named[name] = _value(text)
+    return type(resolve(method))(**named)
+
+
+def _value(text: str) -> Any:
+    """Numbers, True, False, None and tuples such as 1,2,4 as Python reads them; anything else is a word."""
+    try:
+        value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
+    except (SyntaxError, TypeError, ValueError):
+        return text
+    return value if isinstance(value, (int, float, tuple, type(None))) else text
 
 
 def main() -> None:

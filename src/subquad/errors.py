@@ -30,6 +30,10 @@ class StateError(SubquadError, ValueError):
     """A decode state that belongs to another method, shape or precision."""
 
 
+class MissingExtraError(SubquadError, ImportError):
+    """Something to install first: an extra that only a part of subquad needs."""
+
+
 def closest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'a' or 'b'?` for the names nearest to `word`; a full stop if none is near."""
     near = get_close_matches(word, list(known), n=3, cutoff=0.5)
