@@ -14,7 +14,7 @@ WIDTH, HEADS = 24, 4
 
 def build(case, **options):
     torch.manual_seed(0)
-    return sq.Attention(WIDTH, HEADS, case.config, **options).double()
+    return sq.Attention(WIDTH, HEADS, case.config, **options).double().train(not case.info.updates)
 
 
 def tokens(length, batch=2, width=WIDTH):
@@ -56,7 +56,7 @@ def test_softmax_cross_equals_torch():
 
 @every_case
 def test_holds_every_mechanism(case):
-    module = build(case, kv_heads=2)
+    module = build(case, kv_heads=None if case.why_not(enable_gqa=True) else 2)
     for is_causal in case.directions:
         out = module(tokens(70), is_causal=is_causal)
         assert out.shape == (2, 70, WIDTH)

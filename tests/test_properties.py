@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 import subquad as sq
-from tests.harness import CASES, Inputs, assert_close
+from tests.harness import CASES, DIM, VALUE_DIM, WIDTH, Inputs, assert_close
 
 
 def size(low, high):
@@ -84,7 +84,8 @@ def test_any_pieces_equal_the_whole(case, pieces, real, seed):
     generator = torch.Generator().manual_seed(seed)
     total = sum(pieces)
     q, k, v, h = (
-        torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in [(3, total, 5)] * 3 + [(total, 11)]
+        torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+        for shape in [(3, total, DIM), (3, total, DIM), (3, total, VALUE_DIM), (total, WIDTH)]
     )
     mask = torch.rand(2, total, generator=generator) < real
     module, state, outs = case.build(), None, []

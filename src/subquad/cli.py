@@ -70,7 +70,7 @@ def list_methods(
 
 
 def _capabilities(infos: list[Info]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("method", style="bold", no_wrap=True)
     for heading in _CAPABILITIES:
         table.add_column(heading, justify="center")

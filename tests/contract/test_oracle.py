@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from subquad.engines import clustered, kernelized
+from subquad.engines import clustered, kernelized, tiles
 from tests.harness import HEADS, ROUNDING, SIZES, VALUE_DIM, Inputs, assert_close, every_case, inputs
 
 
@@ -12,6 +12,7 @@ def pieces(request, monkeypatch):
     if request.param == "many pieces":
         monkeypatch.setattr(kernelized, "_PIECE", 1)
         monkeypatch.setattr(kernelized, "_ROWS", 1)
+        monkeypatch.setattr(tiles, "_PIECE", 1)
         monkeypatch.setattr(clustered, "_PIECE", 1)
 
 

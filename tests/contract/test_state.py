@@ -156,6 +156,19 @@ def test_bytes(case):
 
 
 @every_case
+@torch.no_grad()
+def test_bytes_are_bounded(case):
+    """Unless the record says that the state grows with T, the tokens seen."""
+    case.skip_unless(decode=True)
+    x, state, sizes = inputs(4000, batch=1), None, []
+    for start in range(0, 4000, 50):
+        _, state = case.run(x.tokens(start, start + 50), is_causal=True, state=state, return_state=True)
+        sizes.append(state.nbytes)
+    early, late = max(sizes[:40]), max(sizes[40:])
+    assert (late > 1.2 * early) == ("T" in case.info.state)
+
+
+@every_case
 def test_gradients_flow_through_the_state(case):
     case.skip_unless(decode=True)
     x = inputs(80, grad=True)

@@ -10,7 +10,7 @@ B batch, H query heads, K key-value heads, n tokens, D channels, Dv value channe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,13 +31,13 @@ Heads = tuple[int, ...] | None
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """Who sees whom.
+    """Who sees whom. Positions count real tokens only; the queries of pads give 0.
 
     Args:
         groups: for each group of query heads (None: all) the sets of keys that it sees.
         is_causal: a query sees no key after it.
-        counts_real: positions count real tokens only; the queries of pads give 0.
-        globals: the global tokens of a whole sequence.
+        globals: the global tokens of a whole sequence, by position.
+        chosen: (B, n) bool, the global tokens of a whole sequence as they come, instead.
         first: how many of the first real tokens are global: all that decoding knows of global tokens.
         extra: keys (K, m, D) and values (K, m, Dv) that every query sees besides.
         rows: queries (B, H, n, D), keys (B, K, n, D) and values (B, K, n, Dv) for the rows of global tokens; None: the others'.
@@ -46,8 +46,8 @@ class Layout:
 
     groups: tuple[tuple[Heads, tuple[KeySet, ...]], ...]
     is_causal: bool
-    counts_real: bool = False
     globals: Globals | None = None
+    chosen: Tensor | None = None
     first: int = 0
     extra: tuple[Tensor, Tensor] | None = None
     rows: tuple[Tensor, ...] | None = None
@@ -83,9 +83,12 @@ def _whole(query: Tensor, key: Tensor, value: Tensor, layout: Layout, mask: Tens
     if not query.numel():
         return query[..., :1].expand(*query.shape[:3], value.shape[-1])
     order = None
-    if layout.counts_real and mask is not None:
+    if mask is not None:
         order, mask = real_first(mask)
         query, key, value = (_gather(x, order) for x in (query, key, value))
+        layout = _reordered(layout, order, mask)
+    if layout.chosen is not None:
+        layout = replace(layout, globals=_positions(layout.chosen))
     outs = [_group(*_select(query, key, value, heads), layout, sets, mask, scale) for heads, sets in layout.groups]
     out = outs[0] if len(outs) == 1 else _unselect(outs, layout)
     if layout.globals is not None:
@@ -188,23 +191,20 @@ def _step(query: Tensor, state: Parts, position: Tensor, layout: Layout, scale: 
         shown = shown.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         visible = torch.cat([shown, visible.expand(*shown.shape[:3], -1)], dim=-1)
     out = dense.attend_masked(query.to(key.dtype), key, value, visible, scale).to(query.dtype)
-    return out.masked_fill(i < 0, 0) if layout.counts_real else out
+    return out.masked_fill(i < 0, 0)
 
 
 def _remember(
     state: Parts, query: Tensor, key: Tensor, value: Tensor, layout: Layout, mask: Tensor | None
 ) -> tuple[Parts, Tensor]:
-    """The state with these keys, and the positions (B, n) of their queries: from the first real token on, -1 before it."""
+    """The state with these keys, and the positions (B, n) of their queries, -1 for pads."""
     start, length = state["count"], key.shape[2]
     assert isinstance(start, Tensor)
-    counted = torch.ones(key.shape[0], length, dtype=torch.bool, device=key.device)
-    if mask is not None:
-        counted = mask if layout.counts_real else (mask.cumsum(1) > 0) | (start[:, None] > 0)
-    position = torch.where(counted, start[:, None] + counted.cumsum(1) - 1, -1)
-    kept = position if mask is None else position.masked_fill(~mask, -1)
-    rows = {"key": key, "value": value, "number": kept[:, None, :, None].expand(-1, key.shape[1], -1, -1)}
+    real = torch.ones(key.shape[0], length, dtype=torch.bool, device=key.device) if mask is None else mask
+    position = torch.where(real, start[:, None] + real.cumsum(1) - 1, -1)
+    rows = {"key": key, "value": value, "number": position[:, None, :, None].expand(-1, key.shape[1], -1, -1)}
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    state = {**store.append(state, rows, recorded), "count": start + counted.sum(1)}
+    state = {**store.append(state, rows, recorded), "count": start + real.sum(1)}
     return state if layout.segments is None else layout.segments.finish(state, start, length), position
 
 
@@ -228,6 +228,19 @@ def _forget(state: Parts, layout: Layout, heads: int, seen: int) -> Parts:
     if layout.segments is None:
         return state
     return store.forget(state, Segments.ROWS, lambda number: number >= 0, seen // layout.segments.size)
+
+
+def _reordered(layout: Layout, order: Tensor, mask: Tensor) -> Layout:
+    """What the layout holds by token, in another order; pads are not global."""
+    rows = None if layout.rows is None else tuple(_gather(x, order) for x in layout.rows)
+    chosen = None if layout.chosen is None else layout.chosen.gather(1, order) & mask
+    return replace(layout, rows=rows, chosen=chosen)
+
+
+def _positions(chosen: Tensor) -> Globals | None:
+    most = int(chosen.sum(1).max()) if chosen.numel() else 0
+    index = (~chosen).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
+    return (index, chosen.gather(1, index)) if most else None
 
 
 def _is_global(tokens: Globals, batch: int, length: int) -> Tensor:

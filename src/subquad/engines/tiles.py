@@ -279,7 +279,7 @@ def _tile_mask(tile: Tile, queries: Tensor) -> Tensor | None:
 def _kernel(query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax attention of (Z, h, n, W) and its log-sum-exp (Z, h, n)."""
     mask = _tile_mask(tile, query)
-    if query.device.type == "cpu" and query.numel() and key.numel():
+    if _is_fused(query, key):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, tile.is_causal, attn_mask=mask, scale=scale
         )
@@ -293,7 +293,7 @@ def _kernel_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, where `out` and `lse` are those of all keys together."""
     mask = _tile_mask(tile, query)
-    if query.device.type == "cpu" and query.numel() and key.numel():
+    if _is_fused(query, key):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, lse, 0.0, tile.is_causal, attn_mask=mask, scale=scale
         )
@@ -301,6 +301,11 @@ def _kernel_backward(
     inner = grad @ value.mT - (grad * out).sum(-1, keepdim=True)
     scores = weights * inner * scale
     return scores @ key, scores.mT @ query, weights.mT @ grad
+
+
+def _is_fused(query: Tensor, key: Tensor) -> bool:
+    """Whether PyTorch has a kernel that gives the log-sum-exp too, for these."""
+    return query.device.type == "cpu" and query.numel() > 0 and key.numel() > 0
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, tile: Tile, scale: float) -> Tensor:

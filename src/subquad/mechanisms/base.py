@@ -78,7 +78,7 @@ class Info:
     def __post_init__(self) -> None:
         refuses = dict(self.refuses)
         if not self.global_mask:
-            refuses["global_mask"] = "it has no global tokens"
+            refuses.setdefault("global_mask", "it has no global tokens")
         object.__setattr__(self, "refuses", MappingProxyType(refuses))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -193,6 +193,10 @@ class Config(ABC):
     def fixes_value_dim(self) -> bool:
         """Whether its parameters have the width of the values, Dv."""
         return False
+
+    def without_values(self) -> Config:
+        """Options that attend alike, to the tokens, and bring no values of their own: what a picture can show."""
+        return self
 
     def buffers(self, spec: Spec) -> dict[str, Tensor]:
         """What is drawn from the seed, on the CPU, in float64 or integers."""

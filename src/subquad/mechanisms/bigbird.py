@@ -18,7 +18,7 @@ the window, the global tokens and the drawn blocks has constant size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -43,7 +43,7 @@ INFO = Info(
     state="O((w + r + g) C D), the window, the global and the drawn blocks",
     parameters="with mode='etc' the extra global tokens",
     random="the random blocks",
-    refuses=refuses(),
+    refuses=refuses(global_mask="its global tokens are whole blocks at the ends; longformer takes any tokens"),
     small={"block": 8},
     variants=(
         {"block": 5, "window": 1, "random": 2, "globals": 3},
@@ -108,6 +108,9 @@ class BigBird(Pattern):
             "global_value": torch.randn(spec.kv_heads, tokens, spec.value_dim) * spec.value_dim**-0.5,
         }
 
+    def without_values(self) -> BigBird:
+        return replace(self, mode="itc", globals=0) if self.mode == "etc" else self
+
     def layout(self, call: Call) -> Layout:
         first, last = self._ends(call.is_causal)
         side = self.window // 2
@@ -117,7 +120,6 @@ class BigBird(Pattern):
         return Layout(
             groups=((None, tuple(sets)),),
             is_causal=call.is_causal,
-            counts_real=True,
             globals=self._globals(call, first, last) if first + last else None,
             first=first * self.block,
             extra=(call.weights["global_key"], call.weights["global_value"]) if self.mode == "etc" else None,

@@ -13,7 +13,7 @@ The published layer counts both sides: its `attention_window` is twice our `wind
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from subquad.engines.block_sparse import Globals, Layout
 from subquad.engines.key_sets import Window
 from subquad.errors import InputError, OptionError
 from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.block_sparse import Pattern, refuses
+from subquad.mechanisms.block_sparse import Pattern, real_lengths, refuses
 
 INFO = Info(
     name="longformer",
@@ -103,6 +103,9 @@ class Longformer(Pattern):
         weights = {f"global_{name}_weight": torch.randn(n, spec.dim) * spec.dim**-0.5 for name, n in rows.items()}
         return weights | {f"global_{name}_bias": torch.zeros(n) for name, n in rows.items()}
 
+    def without_values(self) -> Longformer:
+        return replace(self, global_projections=False)
+
     def layout(self, call: Call) -> Layout:
         if call.global_mask is not None and (call.state is not None or call.return_state):
             raise InputError(
@@ -113,6 +116,7 @@ class Longformer(Pattern):
             groups=tuple((heads, (self._window(dilation, call),)) for heads, dilation in self._heads(call)),
             is_causal=call.is_causal,
             globals=self._globals(call),
+            chosen=call.global_mask,
             first=self.num_global,
             rows=self._rows(call) if self.global_projections else None,
         )
@@ -134,21 +138,11 @@ class Longformer(Pattern):
         return [(tuple(h for h, d in enumerate(self.dilation) if d == one), one) for one in different]
 
     def _globals(self, call: Call) -> Globals | None:
-        mask, length = call.key_padding_mask, call.key.shape[2]
-        if call.global_mask is not None:
-            chosen = call.global_mask if mask is None else call.global_mask & mask
-            most = int(chosen.sum(1).max()) if chosen.numel() else 0
-            index = (~chosen).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
-            return (index, chosen.gather(1, index)) if most else None
-        if not self.num_global or not length:
+        """The first tokens of each row."""
+        if call.global_mask is not None or not self.num_global or not call.key.shape[2]:
             return None
-        index = torch.arange(min(self.num_global, length), device=call.key.device)[None]
-        if mask is None:
-            return index, torch.ones_like(index, dtype=torch.bool)
-        index = index + mask.to(torch.int8).argmax(1, keepdim=True)
-        there = index < length
-        index = index.clamp(max=length - 1)
-        return index, there & mask.gather(1, index)
+        index = torch.arange(min(self.num_global, call.key.shape[2]), device=call.key.device)[None]
+        return index, index < real_lengths(call)[:, None]
 
     def _rows(self, call: Call) -> tuple[Tensor, ...]:
         assert call.hidden is not None

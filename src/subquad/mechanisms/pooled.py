@@ -52,4 +52,4 @@ class Pooled(Pattern):
     def layout(self, call: Call) -> Layout:
         window = Window(self.window, 0 if call.is_causal else self.window)
         segments = Segments(self.stride, call.is_causal)
-        return Layout(groups=((None, (window, segments)),), is_causal=call.is_causal, counts_real=True, segments=segments)
+        return Layout(groups=((None, (window, segments)),), is_causal=call.is_causal, segments=segments)

@@ -63,8 +63,8 @@ class SparseFixed(Pattern):
         count = min(self.summary, stride)
         own, ends = Blocks(stride, is_causal=call.is_causal), Ends(stride, count, call.is_causal)
         if self.heads == "merged":
-            return Layout(groups=((None, (own, ends)),), is_causal=call.is_causal, counts_real=True)
+            return Layout(groups=((None, (own, ends)),), is_causal=call.is_causal)
         first, second = halves(call.query.shape[1])
         own_ends = Blocks(stride, is_causal=call.is_causal, ends=count)
         groups = ((first, (own,)), (second, (own_ends, ends)))
-        return Layout(groups=groups if second else groups[:1], is_causal=call.is_causal, counts_real=True)
+        return Layout(groups=groups if second else groups[:1], is_causal=call.is_causal)

@@ -12,40 +12,36 @@ from subquad.reference import softmax
 
 
 def local(config: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
-    i, j = _pairs(query)
+    i, j, call = _pairs(call)
     return _over(_window(i, j, config.window, config.dilation), query, key, value, **call)
 
 
 def sparse_strided(config: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
-    i, j = _pairs(query)
+    i, j, call = _pairs(call)
     stride = config.stride or max(1, round(query.shape[2] ** 0.5))
     near, far = (i - j).abs() < stride, (i - j) % stride == 0
     return _over(_by_half(near, far, near | far, config, query), query, key, value, **call)
 
 
 def sparse_fixed(config: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
-    position, call = _counted(call)
-    i, j = position[:, None, :, None], position[:, None, None, :]
+    i, j, call = _pairs(call)
     stride = config.stride or max(1, round(query.shape[2] ** 0.5))
     own, summary = i // stride == j // stride, j % stride >= stride - config.summary
     seen = _by_half(own, summary | (i == j), own | summary, config, query)
-    return _over(seen & (i >= 0) & (j >= 0), query, key, value, **call)
+    return _over(seen, query, key, value, **call)
 
 
 def longformer(
     config: Any, query: Tensor, key: Tensor, value: Tensor, *, weights: Mapping[str, Tensor], hidden: Tensor | None, **call: Any
 ) -> Tensor:
     heads = query.shape[1]
-    i, j = _pairs(query)
+    i, j, call = _pairs(call)
     dilations = config.dilation if isinstance(config.dilation, tuple) else (config.dilation,) * heads
-    window = torch.stack([_window(i, j, config.window, d)[0, 0] for d in dilations])[None]
-    real, tokens = call["real"], call["global_mask"]
-    if tokens is None:
-        since_first = (real.cumsum(1) > 0).cumsum(1) - 1
-        tokens = (since_first >= 0) & (since_first < config.num_global)
-    tokens = tokens & real
-    rows = tokens[:, None, :, None]
-    out = _over(window | tokens[:, None, None, :] | rows, query, key, value, **call)
+    window = torch.cat([_window(i, j, config.window, d) for d in dilations], dim=1)
+    chosen = call["global_mask"]
+    rows = i < config.num_global if chosen is None else chosen[:, None, :, None]
+    columns = j < config.num_global if chosen is None else chosen[:, None, None, :]
+    out = _over(window | rows | columns, query, key, value, **call)
     if not config.global_projections:
         return out
     assert hidden is not None
@@ -61,7 +57,8 @@ def longformer(
 
 
 def bigbird(config: Any, query: Tensor, key: Tensor, value: Tensor, *, weights: Mapping[str, Tensor], **call: Any) -> Tensor:
-    position, call = _counted(call)
+    i, _, call = _pairs(call)
+    position = i[:, 0, :, 0]
     batch, heads, length, _ = query.shape
     first, last = (0, 0) if config.mode == "etc" else ((config.globals + 1) // 2, config.globals // 2)
     if call["is_causal"]:
@@ -119,10 +116,12 @@ def _mix(x: int) -> int:
     return x ^ x >> 15
 
 
-def _pairs(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of queries (1, 1, N, 1) and of keys (1, 1, 1, N)."""
-    position = torch.arange(query.shape[2], device=query.device)
-    return position[None, None, :, None], position[None, None, None, :]
+def _pairs(call: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The numbers of queries (B, 1, N, 1) and keys (B, 1, 1, N) among the real ones, -1 for pads, whose rows see nothing."""
+    real = call["real"]
+    position = torch.where(real, real.cumsum(1) - 1, -1)
+    call = {**call, "allowed": call["allowed"] & real[:, None, :, None]}
+    return position[:, None, :, None], position[:, None, None, :], call
 
 
 def _window(i: Tensor, j: Tensor, window: int, dilation: int) -> Tensor:
@@ -135,13 +134,6 @@ def _by_half(first: Tensor, second: Tensor, both: Tensor, config: Any, query: Te
         return both
     head = torch.arange(query.shape[1], device=query.device)[None, :, None, None]
     return torch.where(head < (query.shape[1] + 1) // 2, first, second)
-
-
-def _counted(call: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """The number (B, N) of every token among the real ones, -1 for pads, whose rows see nothing."""
-    real = call["real"]
-    position = torch.where(real, real.cumsum(1) - 1, -1)
-    return position, {**call, "allowed": call["allowed"] & real[:, None, :, None]}
 
 
 def _over(seen: Tensor, query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor, scale: float | None, **_: Any) -> Tensor:

@@ -147,7 +147,7 @@ def attention_map(
         torch.manual_seed(seed)
         query = torch.randn(1, 1, length, head_dim)
         key = query if config.shares_query_and_key else torch.randn(1, 1, length, head_dim)
-        mechanism = config.build(heads=heads, head_dim=head_dim, value_dim=length, dim=heads * head_dim).eval()
+        mechanism = config.without_values().build(heads=heads, head_dim=head_dim, value_dim=length, dim=heads * head_dim).eval()
         matrices = _matrices(mechanism, query, key, is_causal)
         chooses &= config.info.exact or not matrices.all()  # clustered attention weighs every pair
         if chooses:
