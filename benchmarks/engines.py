@@ -1,25 +1,28 @@
 """The engines against PyTorch's fused attention, on this machine.
 
-    python benchmarks/engines.py                       # the table below, about two minutes on two cores
-    python benchmarks/engines.py --lengths 1024,65536 --methods linear,performer --out results.json
+    python benchmarks/engines.py --lengths 1024,4096 --growth "" --memory-length 0     # about three minutes on two cores
+    python benchmarks/engines.py --out benchmarks/engines.json                         # everything, about fifteen
 
 Every method is first checked against its reference. Then all methods run in turn, round after round, in one process, and each
 is compared with `scaled_dot_product_attention` of the same round, so that what disturbs the machine disturbs both. A ratio is
-the median over rounds; the interval holds the middle 80 percent of them. Memory is a child process's peak above its inputs.
+the median over rounds; the interval holds the middle 80 percent of them. Growth is the slope of log(time), and of log(memory),
+against log(length). Memory is a child process's peak above its inputs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,91 +32,145 @@ from rich.table import Table
 
 import subquad as sq
 from subquad import reference
-from subquad.mechanisms import Spec
+from subquad.registry import resolve
 
-METHODS = "linear,efficient,taylor,plain,performer"
 HEADS, HEAD_DIM = 8, 64
+PASSES = ("forward", "training")  # training: forward and backward
+# What a name stands for, besides the methods' own names with their default options.
+NAMED: dict[str, Callable[[int], sq.Config]] = {
+    "local, window 512": lambda n: sq.Local(window=512),
+    "sparse_strided": lambda n: sq.SparseStrided(stride=round(math.sqrt(n))),
+    "sparse_fixed": lambda n: sq.SparseFixed(stride=round(math.sqrt(n))),
+    "linformer": lambda n: sq.Linformer(max_length=n),
+}
+ALL = [name for name in sq.methods() if name not in ("softmax", "svd", "rfa")]
+METHODS = [*ALL[: ALL.index("local")], "local, window 512", *ALL[ALL.index("local") :]]
+# Their work grows faster than the length, and says so.
+MORE_THAN_LINEAR = ("sparse_strided", "sparse_fixed", "pooled")
 
 PEAK = """
-import resource, sys, torch, subquad as sq
-length, method, is_causal = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
-q, k, v = (torch.randn(1, 1, length, 64) for _ in range(3))
+import sys, torch
+from pathlib import Path
+from benchmarks.engines import runner
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+
+length, method, is_causal, heads = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True", int(sys.argv[4])
+run = runner(method, length, is_causal, "forward", heads)
 with torch.no_grad():
-    sq.attention(q[:, :, :512], k[:, :, :512], v[:, :, :512], method, is_causal=is_causal)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    out = sq.attention(q, k, v, method, is_causal=is_causal)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (4 * out.nbytes))
+    runner(method, 512, is_causal, "forward", heads)()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = kilobytes("VmRSS")
+    run()
+print((kilobytes("VmHWM") - before) * 1024)
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--lengths", default="1024,2048,4096")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--memory-length", type=int, default=1_000_000, help="tokens for the memory table; 0 leaves it out")
+    parser.add_argument("--methods", default=";".join(METHODS), help="names, separated by semicolons")
+    parser.add_argument("--lengths", default="1024,2048,4096,16384")
+    parser.add_argument("--rounds", type=int, default=15, help="up to 4,096 tokens; three for longer sequences")
+    parser.add_argument("--growth", default="4096,16384,65536", help="lengths for the growth of time and memory; empty: none")
+    parser.add_argument("--memory-length", type=int, default=1_000_000, help="tokens for the kernelized memory table; 0: none")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
-    methods, lengths = options.methods.split(","), [int(n) for n in options.lengths.split(",")]
+    methods, lengths = options.methods.split(";"), _numbers(options.lengths)
 
     for method in methods:
         check_agreement(method)
-    results = {
+    results: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/engines.py", *sys.argv[1:]]),
         "machine": machine(),
-        "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "pass": "forward"},
-        "rounds": options.rounds,
-        "time": [row for n in lengths for row in measure(methods, n, options.rounds)],
+        "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
+        "time": [],
+        "growth": [],
         "memory": [],
     }
+
+    def keep() -> None:
+        if options.out:
+            temporary = options.out.with_suffix(".part")
+            temporary.write_text(json.dumps(results, indent=2) + "\n")
+            os.replace(temporary, options.out)
+
+    for length in lengths:
+        for is_causal, which in ((False, "forward"), (True, "forward"), (False, "training")):
+            results["time"] += measure(methods, length, options.rounds if length <= 4096 else 3, is_causal, which)
+            keep()
+    if options.growth:
+        results["growth"] = growth(methods, _numbers(options.growth))
+        keep()
     if options.memory_length:
-        results["memory"] = [peak(m, options.memory_length, c) for m in methods for c in (False, True)]
+        kernelized = [m for m in methods if resolve_at(m, 1).info.engine == "kernelized"]
+        results["memory"] = [memory(m, options.memory_length, c) for m in kernelized for c in (False, True)]
     show(results)
-    if options.out:
-        temporary = options.out.with_suffix(".part")
-        temporary.write_text(json.dumps(results, indent=2) + "\n")
-        os.replace(temporary, options.out)
+    keep()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def resolve_at(method: str, length: int) -> sq.Config:
+    return NAMED[method](length) if method in NAMED else resolve(method)
+
+
+def runner(method: str, length: int, is_causal: bool, which: str, heads: int = HEADS) -> Callable[[], object]:
+    """A call on fresh random inputs."""
+    training = which == "training"
+    q, k, v = (torch.randn(1, heads, length, HEAD_DIM, requires_grad=training) for _ in range(3))
+    if method == "sdpa":
+        run: Callable[[], Any] = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)  # noqa: E731
+    else:
+        config = resolve_at(method, length)
+        k = q if config.shares_query_and_key else k
+        module = config.build(heads=heads, head_dim=HEAD_DIM).eval()
+        run = lambda: module(q, k, v, is_causal=is_causal)  # noqa: E731
+    if not training:
+        return run
+    gradient = torch.randn(1, heads, length, HEAD_DIM)
+    return lambda: torch.autograd.grad(run(), [q, k, v] if k is not q else [q, v], gradient, allow_unused=True)
+
+
+def directions(method: str, length: int) -> Iterable[bool]:
+    return [c for c in (False, True) if not (c and resolve_at(method, length).reasons(["is_causal"]))]
 
 
 def check_agreement(method: str) -> None:
     """No numbers for results that are wrong."""
-    q, k, v = (torch.randn(1, 2, 300, HEAD_DIM) for _ in range(3))
-    config = sq.registry.resolve(method)
-    weights = config.buffers(Spec(2, 2, HEAD_DIM, HEAD_DIM))
-    for is_causal in (False, True):
-        exact = reference.attention(config, q.double(), k.double(), v.double(), weights=weights, is_causal=is_causal)
-        plain = reference.attention(config, q, k, v, weights=weights, is_causal=is_causal)
-        error = (sq.attention(q, k, v, config, is_causal=is_causal).double() - exact).norm()
+    length = 300
+    q, k, v = (torch.randn(1, 2, length, HEAD_DIM) for _ in range(3))
+    config = resolve_at(method, length)
+    k = q if config.shares_query_and_key else k
+    module = config.build(heads=2, head_dim=HEAD_DIM).eval()
+    weights = {name: t.detach() for name, t in module.state_dict(keep_vars=True).items()}
+    for is_causal in directions(method, length):
+        call: dict[str, Any] = {"weights": weights, "is_causal": is_causal}
+        exact = reference.attention(config, q.double(), k.double(), v.double(), **call)
+        plain = reference.attention(config, q, k, v, **call)
+        with torch.no_grad():
+            error = (module(q, k, v, is_causal=is_causal).double() - exact).norm()
         if error > 2 * (plain.double() - exact).norm():
             raise SystemExit(f"{method}, is_causal={is_causal}: off the reference by {error / exact.norm():.2e}; not timed.")
 
 
-def measure(methods: list[str], length: int, rounds: int) -> list[dict[str, object]]:
-    q, k, v = (torch.randn(1, HEADS, length, HEAD_DIM) for _ in range(3))
-
-    def runner(method: str, is_causal: bool) -> Callable[[], object]:
-        if method == "sdpa":
-            return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-        return lambda: sq.attention(q, k, v, method, is_causal=is_causal)
-
-    runs = {(m, c): runner(m, c) for m in ("sdpa", *methods) for c in (False, True)}
-    seconds: dict[tuple[str, bool], list[float]] = {name: [] for name in runs}
-    with torch.no_grad():
-        for run in runs.values():
-            run()
-        for _ in track(range(rounds), description=f"{length:,} tokens", transient=True, console=Console(stderr=True)):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run()
-                seconds[name].append(time.perf_counter() - start)
+def measure(methods: list[str], length: int, rounds: int, is_causal: bool, which: str) -> list[dict[str, object]]:
+    names = ["sdpa", *(m for m in methods if is_causal in directions(m, length))]
+    label = f"{length:,} tokens, {'causal, ' if is_causal else ''}{which}"
+    seconds = timed({name: runner(name, length, is_causal, which) for name in names}, rounds, which, label)
     rows: list[dict[str, object]] = []
-    for (method, is_causal), taken in seconds.items():
-        ratios = sorted(s / t for s, t in zip(seconds["sdpa", is_causal], taken, strict=True))
-        tenths = statistics.quantiles(ratios, n=10)
+    for method, taken in seconds.items():
+        ratios = sorted(s / t for s, t in zip(seconds["sdpa"], taken, strict=True))
+        tenths = statistics.quantiles(ratios, n=10) if len(ratios) > 9 else [ratios[0], ratios[-1]]
         rows.append(
             {
                 "length": length,
                 "method": method,
                 "is_causal": is_causal,
+                "pass": which,
+                "rounds": rounds,
                 "milliseconds": round(statistics.median(taken) * 1e3, 3),
                 "times_sdpa": round(statistics.median(ratios), 3),
                 "times_sdpa_80_percent": [round(tenths[0], 3), round(tenths[-1], 3)],
@@ -122,15 +179,60 @@ def measure(methods: list[str], length: int, rounds: int) -> list[dict[str, obje
     return rows
 
 
-def peak(method: str, length: int, is_causal: bool) -> dict[str, object]:
-    command = [sys.executable, "-c", PEAK, str(length), method, str(is_causal)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {
-        "length": length,
-        "method": method,
-        "is_causal": is_causal,
-        "peak_over_inputs_and_output": round(float(done.stdout), 3),
-    }
+def timed(runs: dict[str, Callable[[], object]], rounds: int, which: str, label: str) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.set_grad_enabled(which == "training"):
+        for run in runs.values():
+            run()
+        for _ in track(range(rounds), description=label, transient=True, console=Console(stderr=True)):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def growth(methods: list[str], lengths: list[int]) -> list[dict[str, object]]:
+    """Slopes of time and of memory in length, both axes logarithmic, by least squares."""
+    times: dict[str, list[float]] = {method: [] for method in methods}
+    for length in lengths:
+        runs = {method: runner(method, length, False, "forward") for method in methods}
+        seconds = timed(runs, 5 if length <= 16384 else 3, "forward", f"growth, {length:,} tokens")
+        for method, taken in seconds.items():
+            times[method].append(statistics.median(taken))
+    rows: list[dict[str, object]] = []
+    for method in track(methods, description="memory", transient=True, console=Console(stderr=True)):
+        peaks = [peak(method, length, False, HEADS) for length in lengths]
+        rows.append(
+            {
+                "method": method,
+                "lengths": lengths,
+                "milliseconds": [round(t * 1e3, 3) for t in times[method]],
+                "time_slope": round(slope(lengths, times[method]), 3),
+                "megabytes": [round(p / 2**20, 1) for p in peaks],
+                "memory_slope": round(slope(lengths, peaks), 3),
+                "is_linear": method not in MORE_THAN_LINEAR,
+            }
+        )
+    return rows
+
+
+def slope(lengths: list[int], values: list[float]) -> float:
+    return statistics.linear_regression([math.log(n) for n in lengths], [math.log(v) for v in values]).slope
+
+
+def peak(method: str, length: int, is_causal: bool, heads: int) -> float:
+    """Bytes that a forward pass adds at most to its inputs, the output among them."""
+    command = [sys.executable, "-c", PEAK, str(length), method, str(is_causal), str(heads)]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    return float(done.stdout)
+
+
+def memory(method: str, length: int, is_causal: bool) -> dict[str, object]:
+    whole = 4 * length * HEAD_DIM * 4  # inputs and output
+    multiple = round(peak(method, length, is_causal, 1) / whole, 3)
+    return {"length": length, "method": method, "is_causal": is_causal, "peak_over_inputs_and_output": multiple}
 
 
 def machine() -> dict[str, object]:
@@ -150,25 +252,36 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def show(results: dict[str, object]) -> None:
+def show(results: dict[str, Any]) -> None:
     console = Console()
     console.print(results["machine"])
-    table = Table(title=f"Forward, B=1, H={HEADS}, D={HEAD_DIM}, float32; times faster than SDPA of the same kind")
-    for heading in ("tokens", "method", "causal", "ms", "times SDPA", "80% of rounds"):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
-    for row in results["time"]:  # type: ignore[attr-defined]
+    title = f"B=1, H={HEADS}, D={HEAD_DIM}, float32; times faster than SDPA of the same kind"
+    table = _table(title, "tokens", "pass", "causal", "method", "ms", "times SDPA", "80% of rounds")
+    for row in results["time"]:
         low, high = row["times_sdpa_80_percent"]
-        cells = f"{row['length']:,}", row["method"], "yes" if row["is_causal"] else "no", f"{row['milliseconds']:.2f}"
-        table.add_row(*cells, f"{row['times_sdpa']:.2f}", f"{low:.2f} - {high:.2f}")
+        cells = f"{row['length']:,}", row["pass"], "yes" if row["is_causal"] else "no", row["method"]
+        table.add_row(*cells, f"{row['milliseconds']:.2f}", f"{row['times_sdpa']:.2f}", f"{low:.2f} - {high:.2f}")
     console.print(table)
+    if results["growth"]:
+        table = _table("Growth with the length: slopes of log(time) and log(memory)", "method", "time", "memory", "cost")
+        for row in results["growth"]:
+            cost = "linear" if row["is_linear"] else "more than linear"
+            table.add_row(row["method"], f"{row['time_slope']:.2f}", f"{row['memory_slope']:.2f}", cost)
+        console.print(table)
     if results["memory"]:
-        table = Table(title="Peak memory added by a forward pass, H=1, D=64, as a multiple of inputs + output")
-        for heading in ("tokens", "method", "causal", "multiple"):
-            table.add_column(heading, justify="left" if heading == "method" else "right")
-        for row in results["memory"]:  # type: ignore[attr-defined]
+        title = "Peak memory added by a forward pass, H=1, D=64, as a multiple of inputs + output"
+        table = _table(title, "tokens", "method", "causal", "multiple")
+        for row in results["memory"]:
             causal = "yes" if row["is_causal"] else "no"
             table.add_row(f"{row['length']:,}", row["method"], causal, f"{row['peak_over_inputs_and_output']:.2f}")
         console.print(table)
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("method", "pass", "cost") else "right")
+    return table
 
 
 if __name__ == "__main__":

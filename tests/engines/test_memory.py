@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benchmarks.engines import peak
+from benchmarks.engines import memory
 
 import subquad as sq
 from subquad.engines import kernelized
@@ -34,4 +34,4 @@ def test_no_tensor_of_size_n_m_dv(case, is_causal, grad):
 @pytest.mark.parametrize("method", [name for name in sq.methods(functional=True) if sq.info(name).engine == "kernelized"])
 def test_peak_memory_is_little_more_than_the_output(method, is_causal):
     """In inputs and output as the unit: the output itself is 0.25 of it."""
-    assert peak(method, 200_000, is_causal)["peak_over_inputs_and_output"] < 0.5
+    assert memory(method, 200_000, is_causal)["peak_over_inputs_and_output"] < 0.5

@@ -46,7 +46,7 @@ class Tokens:
             one = query.new_ones(())
             bias = 0 * one if allowed is None else torch.where(allowed, 0.0, BARRED).to(dtype)[:, None, :, None]
             query, key = _with_last(query, one, width), _with_last(key, bias, width)
-        query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        query, key, value = (pad_to(x, width, -1) for x in (query, key, value))
         return Tokens(query.unflatten(1, (key.shape[1], -1)), key, value, barred, scale)
 
     @property
@@ -66,12 +66,18 @@ class Tokens:
             return self.key, self.value
         rows = F.pad(self.key.new_full((missing, 1), BARRED), (self.key.shape[-1] - 1, 0))
         key = torch.cat([self.key, rows.expand(*self.key.shape[:2], -1, -1)], dim=2)
-        return key, F.pad(self.value, (0, 0, 0, missing))
+        return key, pad_to(self.value, length, -2)
 
 
 def _with_last(x: Tensor, last: Tensor, width: int) -> Tensor:
     """x (..., D), zeros, and `last` as the last of `width` channels."""
-    return torch.cat([F.pad(x, (0, width - 1 - x.shape[-1])), last.expand(*x.shape[:-1], 1)], dim=-1)
+    return torch.cat([pad_to(x, width - 1, -1), last.expand(*x.shape[:-1], 1)], dim=-1)
+
+
+def pad_to(x: Tensor, size: int, dim: int) -> Tensor:
+    """x, with zeros behind it to make dimension -1 or -2 as large as `size`; F.pad would copy it even for none."""
+    missing = size - x.shape[dim]
+    return F.pad(x, (0, 0) * (-1 - dim) + (0, missing)) if missing else x
 
 
 def barred_unless(allowed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,7 +126,7 @@ class Window(KeySet):
         # Viewed as (steps, dilation), the tokens of one residue are neighbours.
         steps = -(-x.length // self.dilation)
         total = steps * self.dilation
-        query = F.pad(x.query, (0, 0, 0, total - x.length)).unflatten(3, (steps, self.dilation))
+        query = pad_to(x.query, total, -2).unflatten(3, (steps, self.dilation))
         key, value = (t.unflatten(2, (steps, self.dilation)).transpose(2, 3).flatten(0, 1) for t in x.padded_keys(total))
         place = torch.arange(total, device=query.device).reshape(steps, self.dilation).T.reshape(1, total)
         query = query.movedim(4, 2).flatten(0, 1)  # (B K, dilation, G, steps, W)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines import store
-from subquad.engines.key_sets import KeySet, Tokens, barred_unless
+from subquad.engines.key_sets import KeySet, Tokens, barred_unless, pad_to
 from subquad.engines.tiles import BARRED, Part, Tile
 from subquad.state import Parts
 
@@ -50,7 +50,7 @@ class Segments(KeySet):
     def _means(self, x: Tokens) -> tuple[Tensor, Tensor]:
         """Means over the keys that are not barred, (B, K, segments, W); barred where there are none."""
         missing = -x.length % self.size
-        key, value = (F.pad(t, (0, 0, 0, missing)).unflatten(2, (-1, self.size)) for t in (x.key, x.value))
+        key, value = (pad_to(t, x.length + missing, -2).unflatten(2, (-1, self.size)) for t in (x.key, x.value))
         if not x.barred:
             count = torch.full((key.shape[2], 1), self.size, dtype=key.dtype, device=key.device)
             count[-1] -= missing
