@@ -25,3 +25,8 @@ def real_first(key_padding_mask: Tensor) -> tuple[Tensor, Tensor]:
     """The order (B, M) that brings each row's real tokens to the front, as they come, and the mask in that order."""
     order = (~key_padding_mask).to(torch.int8).argsort(dim=1, stable=True)
     return order, key_padding_mask.gather(1, order)
+
+
+def take_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """The tokens `index` (B, m) of x (B, H, M, D)."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))

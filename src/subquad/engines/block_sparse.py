@@ -20,7 +20,7 @@ from torch import Tensor
 from subquad.engines import dense, store, tiles
 from subquad.engines.key_sets import KeySet, Tokens, seen_by_all
 from subquad.engines.segments import Segments
-from subquad.masks import real_first, zero_pads
+from subquad.masks import real_first, take_tokens, zero_pads
 from subquad.state import Parts
 
 _STEP = 256  # tokens that go on from a state at a time
@@ -85,7 +85,7 @@ def _whole(query: Tensor, key: Tensor, value: Tensor, layout: Layout, mask: Tens
     order = None
     if mask is not None:
         order, mask = real_first(mask)
-        query, key, value = (_gather(x, order) for x in (query, key, value))
+        query, key, value = (take_tokens(x, order) for x in (query, key, value))
         layout = _reordered(layout, order, mask)
     if layout.chosen is not None:
         layout = replace(layout, globals=_positions(layout.chosen))
@@ -138,7 +138,7 @@ def _write_rows(
         visible = visible & mask.unsqueeze(1)
     if layout.is_causal:
         visible = visible & (torch.arange(length, device=query.device) <= index.unsqueeze(-1))
-    rows = dense.attend_masked(_gather(query, index), key, value, visible.unsqueeze(1), scale)
+    rows = dense.attend_masked(take_tokens(query, index), key, value, visible.unsqueeze(1), scale)
     target = torch.where(there, index, length)[:, None, :, None].expand(-1, out.shape[1], -1, out.shape[-1])
     return F.pad(out, (0, 0, 0, 1)).scatter(2, target, rows.to(out.dtype))[:, :, :length]
 
@@ -232,7 +232,7 @@ def _forget(state: Parts, layout: Layout, heads: int, seen: int) -> Parts:
 
 def _reordered(layout: Layout, order: Tensor, mask: Tensor) -> Layout:
     """What the layout holds by token, in another order; pads are not global."""
-    rows = None if layout.rows is None else tuple(_gather(x, order) for x in layout.rows)
+    rows = None if layout.rows is None else tuple(take_tokens(x, order) for x in layout.rows)
     chosen = None if layout.chosen is None else layout.chosen.gather(1, order) & mask
     return replace(layout, rows=rows, chosen=chosen)
 
@@ -263,11 +263,6 @@ def _unselect(outs: Sequence[Tensor], layout: Layout) -> Tensor:
     return torch.cat(list(outs), dim=1)[:, [order.index(head) for head in range(len(order))]]
 
 
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """The tokens `index` (B, m) of x (B, h, n, D)."""
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
-
-
 def _ungather(x: Tensor, index: Tensor) -> Tensor:
-    """What `_gather` with a permutation did, undone."""
+    """What `take_tokens` with a permutation did, undone."""
     return torch.zeros_like(x).scatter(2, index[:, None, :, None].expand_as(x), x)

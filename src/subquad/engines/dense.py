@@ -67,8 +67,8 @@ def attend(
     return out, state if return_state else None
 
 
-def attend_masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """`softmax(scale q k^T) v` over the pairs that are `visible`, which broadcasts to (B, H, N, M)."""
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+    """`softmax(scale q k^T) v` over the pairs that are `visible`, which broadcasts to (B, H, N, M); None: over all."""
     out, _ = attend(
         query,
         key,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from subquad.engines import dense
+from subquad.masks import real_first, take_tokens
 
 
 def wide(x: Tensor) -> Tensor:
@@ -21,27 +22,12 @@ def wide(x: Tensor) -> Tensor:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """`softmax(scale q k^T) v` over the keys where `mask` (B, M) is True, zero where there are none."""
-    out, _ = dense.attend(
-        query,
-        key,
-        value,
-        is_causal=False,
-        key_padding_mask=mask,
-        attn_mask=None,
-        scale=scale,
-        dropout_p=0.0,
-        past=None,
-        return_state=False,
-    )
-    return out
+    return dense.attend_masked(query, key, value, None if mask is None else mask[:, None, None, :], scale)
 
 
-def real_first(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+def bring_real_first(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     """`x` (B, H, N, D) with the real tokens of each row moved to its front, in their order."""
-    if key_padding_mask is None:
-        return x
-    order = (~key_padding_mask).to(torch.uint8).argsort(dim=1, stable=True)
-    return x.gather(2, order[:, None, :, None].expand_as(x))
+    return x if key_padding_mask is None else take_tokens(x, real_first(key_padding_mask)[0])
 
 
 def segments(key_padding_mask: Tensor | None, like: Tensor, count: int) -> Tensor:

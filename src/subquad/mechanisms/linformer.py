@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from subquad.engines.low_rank import attend, real_first, wide
+from subquad.engines.low_rank import attend, bring_real_first, wide
 from subquad.errors import InputError
 from subquad.masks import zero_pads
 from subquad.mechanisms.base import Call, Config, Info, Spec
@@ -84,6 +84,6 @@ class Linformer(Config):
     def _compress(self, call: Call, x: Tensor, name: str) -> Tensor:
         """(B, K, M, D) -> (B, K, rank, D)."""
         weight = call.weights[name if name in call.weights else "projection"]
-        x = wide(real_first(zero_pads(x, call.key_padding_mask), call.key_padding_mask))
+        x = wide(bring_real_first(zero_pads(x, call.key_padding_mask), call.key_padding_mask))
         columns = weight[..., : x.shape[2]].to(x.dtype)
         return torch.einsum("krm,bkmd->bkrd" if self.share == "none" else "rm,bkmd->bkrd", columns, x)

@@ -27,7 +27,7 @@ MAX_LENGTH = 4096
 _CHOOSING = ("dense", "block_sparse", "bucketed")
 _READS_NO_INPUT = ("dense", "block_sparse")
 # Long enough for the default options to leave something out.
-_LENGTHS = {**dict.fromkeys(_CHOOSING, 1024), "low_rank": 128}
+_LENGTHS = {"dense": 1024, "block_sparse": 1024, "bucketed": 256, "low_rank": 128}
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ def attention_map(
 
     Args:
         method: a name or a config object.
-        length: N, at most 4096; None for 1024 where the mechanism chooses pairs, otherwise 64 or 128.
+        length: N, at most 4096; None for 64 to 1024, by the engine.
         heads, head_dim: H and D.
         is_causal: None for bidirectional where the mechanism can.
         seed: what queries, keys and initial parameters are drawn from.
