@@ -46,10 +46,12 @@ def test_the_table_is_the_records(name):
 
 
 def measured_rows():
+    """Forward, then causal forward, then training: forward and backward."""
     results = json.loads((ROOT / "benchmarks" / "engines.json").read_text())
-    ratio = {(r["method"], r["is_causal"], r["length"]): r["times_sdpa"] for r in results["time"]}
+    ratio = {(r["method"], r["is_causal"], r["pass"], r["length"]): f"{r['times_sdpa']:.1f}" for r in results["time"]}
+    kinds = [(False, "forward", (1024, 4096, 16384)), (True, "forward", (4096, 16384)), (False, "training", (4096, 16384))]
     for method in dict.fromkeys(r["method"] for r in results["time"] if r["method"] != "sdpa"):
-        cells = [f"{ratio[method, c, n]:.1f}" for c in (False, True) for n in (1024, 2048, 4096)]
+        cells = [ratio.get((method, is_causal, which, n), "-") for is_causal, which, lengths in kinds for n in lengths]
         yield " | ".join([f"| `{method}`", *cells]) + " |"
 
 
@@ -58,10 +60,20 @@ def test_the_figures_are_the_measured_ones():
     assert shown == list(measured_rows())
 
 
+def growth_sentence():
+    rows = [r for r in json.loads((ROOT / "benchmarks" / "engines.json").read_text())["growth"] if r["is_linear"]]
+    time, memory = (max(r[f"{kind}_slope"] for r in rows) for kind in ("time", "memory"))
+    return f"time grows with an exponent of at most {time:.2f}, memory of at most {memory:.2f}"
+
+
+def test_growth_figures():
+    assert growth_sentence() in " ".join(README.split())
+
+
 def test_memory_figures():
     results = json.loads((ROOT / "benchmarks" / "engines.json").read_text())
     multiples = [row["peak_over_inputs_and_output"] for row in results["memory"]]
-    assert f"at most {max(multiples):.2f} of inputs and output together" in README
+    assert f"at most {max(multiples):.2f} of inputs and output together" in " ".join(README.split())
 
 
 def test_the_changelog_has_this_version():

@@ -53,7 +53,8 @@ class Longformer(Pattern):
     Args:
         window: how many steps to each side a query sees; when causal, to the left only.
         dilation: how many tokens a step is, for all heads, or one number for each.
-        num_global: how many of the first real tokens are global; a `global_mask` in a call says so instead.
+        num_global: how many of the first real tokens are global; a `global_mask` in a call says so instead. (How many it names
+            is read from it, which breaks the graph of torch.compile.)
         global_projections: project the global rows' queries, and the keys and values they meet, from the tokens by weights of
             their own. Reads the tokens, so it is built with `dim`. Rotary positions do not reach these rows.
     """

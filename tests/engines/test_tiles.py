@@ -1,0 +1,107 @@
+"""The kernel of the sparse engines: the plain path, pieces, barred rows, large scores, and no large tensor."""
+
+import pytest
+import torch
+
+import subquad as sq
+from subquad.engines import tiles
+from subquad.engines.tiles import BARRED, Part, Tile
+from tests.harness import Largest, assert_close
+
+CONFIGS = [
+    sq.Local(window=9),
+    sq.Local(window=4, dilation=3),
+    sq.SparseStrided(stride=7),
+    sq.SparseFixed(stride=8, summary=2),
+    sq.Longformer(window=9, num_global=3),
+    sq.BigBird(block=8),
+    sq.Reformer(buckets=4, chunk=8, rounds=2),
+    sq.Routing(clusters=3, chunk=8),
+    sq.Pooled(stride=6, window=5),
+]
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.info.name)
+
+
+def results(config, is_causal, length=130):
+    """Output and gradients, with values as wide as keys."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(2, heads, length, 6, generator=generator, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
+    k, v = (q, torch.cat([v, v], dim=1)) if config.shares_query_and_key else (k, v)
+    out = sq.attention(q, k, v, config, is_causal=is_causal, enable_gqa=True)
+    return [out, *torch.autograd.grad(out.square().sum(), [q, k, v])]
+
+
+@every_config
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_plain_path_equals_the_fused_one(config, is_causal, monkeypatch):
+    fused = results(config, is_causal)
+    monkeypatch.setattr(tiles, "_is_fused", lambda query, key: False)
+    for ours, theirs in zip(results(config, is_causal), fused, strict=True):
+        assert_close(ours, theirs)
+
+
+@every_config
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_pieces_equal_the_whole(config, is_causal, monkeypatch):
+    whole = results(config, is_causal)
+    monkeypatch.setattr(tiles, "_PIECE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for ours, theirs in zip(results(config, is_causal), whole, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_query_whose_every_pair_is_barred(fused, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(tiles, "_is_fused", lambda query, key: False)
+    q, k, v = (torch.randn(1, 1, *n, 4, dtype=torch.float64, requires_grad=True) for n in ((1, 3), (5,), (5,)))
+    mask = torch.zeros(1, 1, 3, 5, dtype=torch.float64)
+    mask[:, :, 1] = BARRED
+    out, empty = tiles.attend([Part(q, k, v, [Tile(0, 3, 1, 0, 0, 5, mask)])], 3, 0.5)
+    assert empty.tolist() == [[False, True, False]]
+    assert (out[0, 1] == 0).all()
+    assert (out[0, 0] != 0).all()
+    for grad in torch.autograd.grad(out[0, 1].sum(), [q, k, v]):
+        assert (grad == 0).all()
+
+
+def test_parts_may_show_a_query_several_times():
+    """Rows that `place` repeats are merged, and row N is forgotten."""
+    q, k, v = (torch.randn(1, 1, *n, 4, dtype=torch.float64) for n in ((1, 2), (6,), (6,)))
+    split = Part(
+        torch.cat([q, q, q[:, :, :, :1]], dim=3),
+        k,
+        v,
+        [Tile(0, 2, 2, 0, 3, 3), Tile(4, 1, 1, 0, 0, 6)],
+        torch.tensor([[0, 1, 0, 1, 2]]),
+    )
+    out, _ = tiles.attend([split], 2, 1.0)
+    assert_close(out[0], (q[0, 0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0])
+
+
+@torch.no_grad()
+def test_large_scores_choose_the_same_pairs():
+    q = torch.randn(1, 1, 60, 4, dtype=torch.float64) * 1e10
+    identity = torch.eye(60, dtype=torch.float64)[None, None]
+    seen = sq.attention(q, q, identity, sq.Local(window=3))[0, 0] != 0
+    i, j = torch.arange(60)[:, None], torch.arange(60)
+    assert not (seen & ((i - j).abs() > 3)).any()
+    assert seen.any(-1).all()
+
+
+@every_config
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_larger_than_linear(config, grad):
+    length, dim = 20_000, 8
+    q, k, v = (torch.randn(1, 1, length, dim, requires_grad=grad) for _ in range(3))
+    k = q if config.shares_query_and_key else k
+    if config.info.name in ("sparse_strided", "sparse_fixed", "pooled"):
+        pytest.skip("its cost is more than linear")
+    with Largest() as largest, torch.set_grad_enabled(grad):
+        out = sq.attention(q, k, v, config)
+        if grad:
+            out.sum().backward()
+    rows = 64  # queries of a block, and as many keys more than it needs
+    assert largest.numel <= length * 8 * (dim + 1) + length * 3 * rows

@@ -1,0 +1,92 @@
+"""Centroids: they follow the tokens in training, and nothing else moves them."""
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+import subquad as sq
+from tests.harness import inputs
+
+
+def module(**options):
+    return sq.Routing(clusters=5, chunk=8, **options).build(heads=3, head_dim=5, value_dim=7).double()
+
+
+def followed(before, tokens, decay):
+    """The moving average by hand: centroids (b, D), tokens (m, D) of one head."""
+    tokens = normalize(tokens, dim=-1)
+    nearest = (tokens @ before.T).argmax(-1)
+    after = before.clone()
+    for c in range(len(before)):
+        members = tokens[nearest == c]
+        if len(members):
+            after[c] = normalize(decay * before[c] + (1 - decay) * members.mean(0), dim=-1)
+    return after
+
+
+@torch.no_grad()
+def test_training_follows_the_tokens():
+    routing, x = module(decay=0.9), inputs(30)
+    before = routing.centroids.clone()
+    routing(x.query, x.key, x.value)
+    for head in range(3):
+        tokens = torch.cat([x.query[:, head].flatten(0, 1), x.key[:, head].flatten(0, 1)])
+        torch.testing.assert_close(routing.centroids[head], followed(before[head], tokens, 0.9))
+    assert not torch.equal(routing.centroids, before)
+    torch.testing.assert_close(routing.centroids.norm(dim=-1), torch.ones(3, 5, dtype=torch.float64))
+
+
+@torch.no_grad()
+def test_a_call_is_answered_with_the_centroids_from_before_it():
+    routing, x = module(decay=0.1), inputs(30)
+    expected = module().eval()(x.query, x.key, x.value)
+    assert torch.equal(routing(x.query, x.key, x.value), expected)
+    assert not torch.equal(routing(x.query, x.key, x.value), expected)
+
+
+@torch.no_grad()
+def test_pads_move_nothing():
+    x, real = inputs(30), torch.ones(2, 30, dtype=torch.bool)
+    real[:, 20:] = False
+    padded, alone = module(), module()
+    padded(x.query, x.key, x.value, key_padding_mask=real)
+    alone(*(t[:, :, :20] for t in (x.query, x.key, x.value)))
+    torch.testing.assert_close(padded.centroids, alone.centroids)
+
+
+@torch.no_grad()
+def test_a_centroid_without_tokens_stays():
+    routing = module(decay=0.5)
+    routing.centroids.copy_(normalize(torch.eye(5, dtype=torch.float64), dim=-1).expand(3, -1, -1))
+    x = torch.zeros(1, 3, 4, 5, dtype=torch.float64)
+    x[..., 0], x[..., 1] = 2.0, 0.5
+    routing(x, x, torch.randn(1, 3, 4, 7, dtype=torch.float64))
+    assert torch.equal(routing.centroids[:, 1:], torch.eye(5, dtype=torch.float64)[1:].expand(3, -1, -1))
+    assert (routing.centroids[:, 0, 1] > 0).all()
+
+
+@torch.no_grad()
+def test_fewer_key_value_heads_share_centroids():
+    routing = sq.Routing(clusters=4, decay=0.5).build(heads=4, kv_heads=2, head_dim=5).double()
+    before, x = routing.centroids.clone(), inputs(12, heads=4, kv_heads=2)
+    routing(x.query, x.key, x.key)
+    tokens = torch.cat([x.query[:, 2:].flatten(0, 2), x.key[:, 1].flatten(0, 1)])
+    torch.testing.assert_close(routing.centroids[1], followed(before[1], tokens, 0.5))
+
+
+@torch.no_grad()
+def test_centroids_are_saved_and_a_layer_trains_them():
+    layer = sq.Attention(20, 4, sq.Routing(clusters=6, decay=0.5))
+    before = layer.mechanism.centroids.clone()
+    layer(torch.randn(2, 30, 20))
+    assert not torch.equal(layer.mechanism.centroids, before)
+    other = sq.Attention(20, 4, sq.Routing(clusters=6, decay=0.5))
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 30, 20)
+    assert torch.equal(layer.eval()(x), other.eval()(x))
+
+
+@pytest.mark.parametrize("decay", [0, 1, 1.5, -0.1, "0.9", True])
+def test_decay_is_between_0_and_1(decay):
+    with pytest.raises(sq.OptionError, match=r"Routing\.decay is"):
+        sq.Routing(decay=decay)
