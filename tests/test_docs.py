@@ -34,7 +34,9 @@ def test_the_refusal_is_the_one_shown():
 def capability_row(name):
     info = sq.info(name)
     needs = ["is_causal", "cross", "key_padding_mask", "enable_gqa"]
-    marks = ["yes" if need in info.supports else "no" for need in needs]
+    marks = [
+        "no" if need not in info.supports else "with options" if sq.why_not(name, **{need: True}) else "yes" for need in needs
+    ]
     function = "yes" if "functional" in info.supports else "no: it has parameters"
     also = ", ".join(need for need in ("attn_mask", "scale", "dropout_p", "global_mask") if need in info.supports) or "-"
     return " | ".join([f"| `{name}`", info.idea, *marks, info.state or "no", function, also]) + " |"

@@ -36,7 +36,8 @@ _CAPABILITIES = {
 }
 _LEGEND = (
     "bidir: bidirectional; pads: key_padding_mask; mask: attn_mask; drop: dropout_p; gqa: fewer key-value heads; "
-    "decode: a state for token-by-token use; call: works as a plain function, without a module"
+    "decode: a state for token-by-token use; call: works as a plain function, without a module; "
+    "opt: with other options than the defaults, subquad.why_not says which"
 )
 
 
@@ -75,9 +76,14 @@ def _capabilities(infos: list[Info]) -> Table:
     for heading in _CAPABILITIES:
         table.add_column(heading, justify="center")
     for info in infos:
-        supported = [need in info.supports for need in _CAPABILITIES.values()]
-        table.add_row(info.name, *("[green]yes[/green]" if yes else "[dim]-[/dim]" for yes in supported))
+        table.add_row(info.name, *(_mark(info, need) for need in _CAPABILITIES.values()))
     return table
+
+
+def _mark(info: Info, need: str) -> str:
+    if not resolve(info.name).reasons([need]):
+        return "[green]yes[/green]"
+    return "opt" if need in info.supports else "[dim]-[/dim]"
 
 
 def _descriptions(infos: list[Info]) -> Table:

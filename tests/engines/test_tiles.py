@@ -105,3 +105,15 @@ def test_nothing_larger_than_linear(config, grad):
             out.sum().backward()
     rows = 64  # queries of a block, and as many keys more than it needs
     assert largest.numel <= length * 8 * (dim + 1) + length * 3 * rows
+
+
+@every_config
+def test_functional_gradients(config):
+    generator = torch.Generator().manual_seed(1)
+    q, v = (torch.randn(1, 2, 40, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def total(q):
+        return sq.attention(q, q, v, config).square().sum()
+
+    leaf = q.clone().requires_grad_()
+    assert_close(torch.func.grad(total)(q), torch.autograd.grad(total(leaf), leaf)[0])

@@ -70,12 +70,15 @@ def attend(parts: Sequence[Part], length: int, scale: float) -> tuple[Tensor, Te
     """Softmax over all that the parts show: the output (R, N, W), and which of its rows met no key (R, N)."""
     plan = [[replace(tile, mask=None) for tile in part.tiles] for part in parts]  # tensors go to apply by themselves
     tensors = [[p.query, p.key, p.value, p.place, *(t.mask for t in p.tiles)] for p in parts]
-    return _Merged.apply(plan, length, scale, *itertools.chain.from_iterable(tensors))  # type: ignore[no-untyped-call]
+    out, empty, _ = _Merged.apply(plan, length, scale, *itertools.chain.from_iterable(tensors))  # type: ignore[no-untyped-call]
+    return out, empty
 
 
 class _Merged(torch.autograd.Function):
+    """The output (R, N, W), which of its rows met no key, and its log-sum-exp, both (R, N)."""
+
     @staticmethod
-    def forward(ctx: Any, plan: Any, length: int, scale: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(plan: Any, length: int, scale: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         parts = _unpack(plan, tensors)
         query = parts[0].query
         out = query.new_empty(query.shape[0] * query.shape[2], length, query.shape[-1])
@@ -89,14 +92,18 @@ class _Merged(torch.autograd.Function):
             out[start:end] = o.masked_fill_(none.unsqueeze(-1), 0)
             lse[start:end] = level.masked_fill_(none, 0)  # so that e^(score - lse) of a barred pair is 0
             empty[start:end] = none
+        return out, empty, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.plan, _, ctx.scale, *tensors = inputs
+        out, empty, lse = output
+        ctx.mark_non_differentiable(empty, lse)
         ctx.save_for_backward(out, lse, *tensors)
-        ctx.plan, ctx.scale = plan, scale
-        ctx.mark_non_differentiable(empty)
-        return out, empty
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
         parts = _unpack(ctx.plan, tensors)
         grads = [[torch.zeros_like(x) for x in (part.query, part.key, part.value)] for part in parts]
