@@ -18,7 +18,7 @@ check: install
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto
 
 fix: install
 	$(BIN)/ruff format .
