@@ -70,7 +70,11 @@ def attend(parts: Sequence[Part], length: int, scale: float) -> tuple[Tensor, Te
     """Softmax over all that the parts show: the output (R, N, W), and which of its rows met no key (R, N)."""
     plan = [[replace(tile, mask=None) for tile in part.tiles] for part in parts]  # tensors go to apply by themselves
     tensors = [[p.query, p.key, p.value, p.place, *(t.mask for t in p.tiles)] for p in parts]
-    out, empty, _ = _Merged.apply(plan, length, scale, *itertools.chain.from_iterable(tensors))  # type: ignore[no-untyped-call]
+    flat = list(itertools.chain.from_iterable(tensors))
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in flat)
+    # torch.compile takes a Function with setup_context only where a gradient is recorded.
+    run = _Merged.forward if torch.compiler.is_compiling() and not recorded else _Merged.apply
+    out, empty, _ = run(plan, length, scale, *flat)
     return out, empty
 
 
