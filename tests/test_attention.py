@@ -213,3 +213,9 @@ def test_autocast():
         mixed = module(x, is_causal=True)
     assert mixed.dtype == torch.bfloat16
     assert (mixed.float() - plain).norm() < 0.05 * plain.norm()
+
+
+@pytest.mark.parametrize("method", ["local", "reformer", "nystrom"])
+def test_another_width_of_source_needs_cross_attention(method):
+    with pytest.raises(sq.UnsupportedError, match="cross-attention"):
+        sq.Attention(16, 2, method, source_dim=8)

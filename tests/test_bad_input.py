@@ -138,6 +138,7 @@ BAD_OPTIONS = {
     "unknown, none near": (lambda: sq.Linear(zzz=1), "no option 'zzz'. Options: none"),
     "by position": (lambda: sq.Performer(256), r"takes its options by name; got \(256,\)"),
     "m = 0": (lambda: sq.Performer(features=0), "features is a whole number of at least 1; got 0"),
+    "a huge window": (lambda: sq.Local(window=10**30), "window is a whole number below 2"),
     "m a float": (lambda: sq.Performer(features=2.5), "features is a whole number"),
     "m a flag": (lambda: sq.RFA(features=True), "features is a whole number"),
     "kind": (lambda: sq.Performer(kind="cosine"), "kind is one of 'positive', .*got 'cosine'"),

@@ -164,7 +164,7 @@ class Mechanism(nn.Module):
             global_mask=global_mask,
         )
         result = _run(self.config, call)
-        if self.training and self.config.info.updates:
+        if self.training and self.config.info.updates and "decode" not in call.needs:
             with torch.no_grad():
                 for buffer, new in self.config.update(call).items():
                     self.get_buffer(buffer).copy_(new)
@@ -239,6 +239,8 @@ class Attention(nn.Module):
         grouped = self.mechanism.spec.kv_heads != heads
         asked = {"dropout_p": dropout > 0, "scale": scale is not None, "enable_gqa": grouped}
         require(self.mechanism.config, [need for need, is_asked in asked.items() if is_asked])
+        if source_dim != dim and "cross" in self.mechanism.config.refuses:
+            require(self.mechanism.config, ["cross"])
         checks.rotary(rotary, head_dim)
         if rotary is not None and source_dim != dim:
             raise InputError(f"rotary positions need self-attention, so source_dim must be dim; got {source_dim} and {dim}.")

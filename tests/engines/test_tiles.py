@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import subquad as sq
+from subquad import reference
 from subquad.engines import tiles
 from subquad.engines.tiles import BARRED, Part, Tile
 from tests.harness import Largest, assert_close
@@ -117,3 +118,42 @@ def test_functional_gradients(config):
 
     leaf = q.clone().requires_grad_()
     assert_close(torch.func.grad(total)(q), torch.autograd.grad(total(leaf), leaf)[0])
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, sq.SVD(rank=3)], ids=lambda config: config.info.name)
+def test_second_derivatives_are_refused_wherever_they_are_asked_for(config):
+    q, v = (torch.randn(1, 2, 20, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+    x = q @ weight
+    (grad,) = torch.autograd.grad(sq.attention(x, x, v, config).square().sum(), q, create_graph=True)
+    for wrt in (q, v, weight):
+        with pytest.raises((sq.UnsupportedError, RuntimeError), match=r"first derivatives only|is not implemented"):
+            torch.autograd.grad(grad.square().sum(), wrt, retain_graph=True)
+
+
+LARGE = [
+    sq.Reformer(chunk=10**6),
+    sq.Reformer(chunk=10**6, shared_qk=False),
+    sq.Routing(chunk=10**6),
+    sq.SparseFixed(stride=10**6, summary=10),
+    sq.SparseFixed(stride=10**6, heads="split"),
+    sq.SparseStrided(stride=10**6),
+    sq.BigBird(block=10**6),
+    sq.BigBird(block=2, random=10**6, globals=10**6),
+    sq.Local(window=10**6),
+    sq.Local(dilation=10**6),
+    sq.Longformer(window=2, num_global=10**6),
+    sq.Pooled(stride=10**6, window=10**6),
+]
+
+
+@pytest.mark.parametrize("config", LARGE, ids=repr)
+@pytest.mark.parametrize("is_causal", [False, True])
+@torch.no_grad()
+def test_options_larger_than_the_sequence(config, is_causal):
+    q, v = torch.randn(1, 2, 9, 6, dtype=torch.float64), torch.randn(1, 2, 9, 5, dtype=torch.float64)
+    weights = config.build(heads=2, head_dim=6).double().state_dict()
+    with Largest() as largest:
+        found = sq.attention(q, q, v, config, is_causal=is_causal)
+    assert_close(found, reference.attention(config, q, q, v, weights=weights, is_causal=is_causal))
+    assert largest.numel < 10**5

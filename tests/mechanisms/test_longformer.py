@@ -212,3 +212,8 @@ def test_global_mask_with_global_projections(rows, is_causal):
     case, x = Case(sq.Longformer(window=3, global_projections=True)), inputs(N)
     options = {"is_causal": is_causal, "global_mask": marked(rows), "key_padding_mask": marked(PADS["holes"])}
     assert_close(case.run(x, **options), case.reference(x, **options))
+
+
+def test_dilations_for_other_heads_are_refused_when_built():
+    with pytest.raises(sq.InputError, match="one number for each head; got 3 for 4 heads"):
+        sq.Longformer(dilation=(1, 2, 3)).build(heads=4, head_dim=8)

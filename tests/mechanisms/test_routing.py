@@ -90,3 +90,13 @@ def test_centroids_are_saved_and_a_layer_trains_them():
 def test_decay_is_between_0_and_1(decay):
     with pytest.raises(sq.OptionError, match=r"Routing\.decay is"):
         sq.Routing(decay=decay)
+
+
+@torch.no_grad()
+def test_decoding_moves_nothing():
+    routing, x = module(decay=0.5), inputs(12)
+    before, state = routing.centroids.clone(), None
+    for t in range(12):
+        one = x.tokens(t, t + 1)
+        _, state = routing(one.query, one.key, one.value, is_causal=True, state=state, return_state=True)
+    assert torch.equal(routing.centroids, before)

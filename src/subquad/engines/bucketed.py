@@ -14,7 +14,7 @@ B batch, H query heads, K key-value heads, n tokens, D channels, R rounds, C tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +80,7 @@ def _whole(
         return query[..., :1].expand(*query.shape[:3], value.shape[-1])
     if mask is not None:
         query_bucket, key_bucket = (t.masked_fill(~mask[:, None, None], rule.buckets) for t in (query_bucket, key_bucket))
+    rule = replace(rule, chunk=min(rule.chunk, query.shape[2]))
     group = query.shape[1] // key.shape[1]
     outs = []
     for head in range(query.shape[1]):  # one at a time: the masks of all would be large
@@ -149,7 +150,7 @@ class _Sorted:
         place = self.place.unflatten(-1, (-1, chunk)) // chunk  # (B, R, c, C)
         count = place.shape[2]
         first, last = place[..., 0] - 1, place[..., -1]
-        ends = (last - first + 1).cumsum(-1)  # (B, R, c)
+        ends = (last - first + 1).cumsum(-1).contiguous()  # (B, R, c)
         pair = torch.arange(3 * count, device=place.device).expand(*ends.shape[:2], -1).contiguous()
         ours = torch.searchsorted(ends, pair, right=True)  # (B, R, p): whose pair it is; c: nobody's
         there = ours < count

@@ -124,11 +124,12 @@ class Window(KeySet):
         if self.dilation == 1:
             return [x.meets(x.key, x.value, _cached(_window_tiles, x, self, x.length))]
         # Viewed as (steps, dilation), the tokens of one residue are neighbours.
-        steps = -(-x.length // self.dilation)
-        total = steps * self.dilation
-        query = pad_to(x.query, total, -2).unflatten(3, (steps, self.dilation))
-        key, value = (t.unflatten(2, (steps, self.dilation)).transpose(2, 3).flatten(0, 1) for t in x.padded_keys(total))
-        place = torch.arange(total, device=query.device).reshape(steps, self.dilation).T.reshape(1, total)
+        dilation = min(self.dilation, x.length)
+        steps = -(-x.length // dilation)
+        total = steps * dilation
+        query = pad_to(x.query, total, -2).unflatten(3, (steps, dilation))
+        key, value = (t.unflatten(2, (steps, dilation)).transpose(2, 3).flatten(0, 1) for t in x.padded_keys(total))
+        place = torch.arange(total, device=query.device).reshape(steps, dilation).T.reshape(1, total)
         query = query.movedim(4, 2).flatten(0, 1)  # (B K, dilation, G, steps, W)
         tiles = _cached(_window_tiles, x, self, steps)
         return [Part(query, key.contiguous(), value.contiguous(), tiles, place.clamp(max=x.length))]
@@ -146,7 +147,7 @@ class Window(KeySet):
         return now if self.before is None else self.before * self.dilation
 
     def needs_barred(self, length: int) -> bool:
-        return length % self.dilation > 0
+        return length % min(self.dilation, length) > 0
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class Scattered(KeySet):
         )
         key, value = (t.index_select(0, index.flatten()).reshape(batch * kv_heads * groups, 1, -1, width) for t in flat)
         query = x.query.reshape(-1, 1, 1, length, width)
-        columns, whole, tail = self.count * self.size, length // self.size, length % self.size
+        columns, whole, tail = self.index.shape[-1] * self.size, length // self.size, length % self.size
         tiles = [Tile(0, self.size, whole, 0, columns, columns)] if whole else []
         tiles += [Tile(whole * self.size, tail, 1, whole * columns, 0, columns)] if tail else []
         return [Part(query, key, value, tiles)]
@@ -292,14 +293,15 @@ def _rows_for(width: int) -> int:
 
 @lru_cache(maxsize=256)
 def _block_tiles(blocks: Blocks, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
-    size, before, after = blocks.size, blocks.before * blocks.size, blocks.after * blocks.size
+    size = min(blocks.size, length)
+    before, after = (0, 0) if size == length else (blocks.before * size, blocks.after * size)
     mask = None
     if blocks.is_causal or blocks.ends is not None:
         i = torch.arange(size, device=device)[:, None] + before
         j = torch.arange(before + size + after, device=device)
         allowed = i >= j if blocks.is_causal else i == i
         if blocks.ends is not None:
-            allowed = allowed & ((j % size >= size - blocks.ends) | (i == j))
+            allowed = allowed & ((j % size >= blocks.size - blocks.ends) | (i == j))
         mask = barred_unless(allowed.expand(size, -1), dtype)
     return _run(size, before, after, length, mask)
 

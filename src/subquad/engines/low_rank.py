@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from subquad.engines import dense
+from subquad.engines.once import once
 from subquad.masks import real_first, take_tokens
 
 
@@ -81,21 +81,26 @@ class _Truncate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, rank: int) -> Tensor:
         u, s, vt = torch.linalg.svd(a)
-        ctx.save_for_backward(u, s, vt)
+        ctx.save_for_backward(a, u, s, vt)
         ctx.rank = rank
         return (u[..., :rank] * s[..., None, :rank]) @ vt[..., :rank, :]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        u, s, vt = ctx.saved_tensors
+        a, u, s, vt = ctx.saved_tensors
+        with torch.no_grad():
+            found = _Truncate.differential(grad, u, s, vt, ctx.rank)
+        return once([found], [grad, a])[0], None
+
+    @staticmethod
+    def differential(grad: Tensor, u: Tensor, s: Tensor, vt: Tensor, rank: int) -> Tensor:
         e = u.mT @ grad @ vt.mT
-        kept, dropped = s[..., : ctx.rank, None], s[..., None, ctx.rank :]
+        kept, dropped = s[..., :rank, None], s[..., None, rank:]
         apart = kept - dropped > s[..., :1, None] * s.shape[-1] * torch.finfo(s.dtype).eps  # (..., r, N - r)
         slope = torch.where(apart, kept / torch.where(apart, (kept - dropped) * (kept + dropped), 1), 0)
-        right, below = e[..., : ctx.rank, ctx.rank :], e[..., ctx.rank :, : ctx.rank].mT
+        right, below = e[..., :rank, rank:], e[..., rank:, :rank].mT
         x = torch.zeros_like(e)
-        x[..., : ctx.rank, : ctx.rank] = e[..., : ctx.rank, : ctx.rank]
-        x[..., : ctx.rank, ctx.rank :] = slope * (kept * right + dropped * below)
-        x[..., ctx.rank :, : ctx.rank] = (slope * (kept * below + dropped * right)).mT
-        return u @ x @ vt, None
+        x[..., :rank, :rank] = e[..., :rank, :rank]
+        x[..., :rank, rank:] = slope * (kept * right + dropped * below)
+        x[..., rank:, :rank] = (slope * (kept * below + dropped * right)).mT
+        return u @ x @ vt

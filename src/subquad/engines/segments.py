@@ -32,6 +32,8 @@ class Segments(KeySet):
     is_causal: bool
 
     def parts(self, x: Tokens) -> list[Part]:
+        if self.size > x.length:  # one segment, which no query comes after
+            return [] if self.is_causal else Segments(x.length, False).parts(x)
         key, value = self._means(x)
         if not self.is_causal:
             return [x.meets(key, value)]

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.engines.once import once
+
 BARRED = -1e30  # below every score, yet finite: its exponential is 0, and no infinity meets another
 _NOTHING = BARRED / 10  # a log-sum-exp below this is one of barred pairs only
 _PIECE = 2**20  # numbers of the output that are worked on at a time
@@ -106,18 +108,25 @@ class _Merged(torch.autograd.Function):
         ctx.save_for_backward(out, lse, *tensors)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
         parts = _unpack(ctx.plan, tensors)
-        grads = [[torch.zeros_like(x) for x in (part.query, part.key, part.value)] for part in parts]
-        for start, end in _pieces(out, parts):
-            for part, totals in zip(parts, grads, strict=True):
-                some, place = _some(part, start, end), slice(start // part.groups, end // part.groups)
-                results = [t[start:end] if some.place is None else _take(t[start:end], some.place) for t in (grad, out, lse)]
-                _backward_part(some, results, [total[place] for total in totals], ctx.scale)
-        slots = [[*totals, None, *(None for _ in part.tiles)] for part, totals in zip(parts, grads, strict=True)]
+        with torch.no_grad():
+            grads = _gradients(parts, grad, out, lse, ctx.scale)
+        flat = iter(once(grads, [grad, *tensors]))
+        slots = [[next(flat), next(flat), next(flat), None, *(None for _ in part.tiles)] for part in parts]
         return None, None, None, *itertools.chain.from_iterable(slots)
+
+
+def _gradients(parts: Sequence[Part], grad: Tensor, out: Tensor, lse: Tensor, scale: float) -> list[Tensor]:
+    """Those of query, key and value of each part."""
+    grads = [[torch.zeros_like(x) for x in (part.query, part.key, part.value)] for part in parts]
+    for start, end in _pieces(out, parts):
+        for part, totals in zip(parts, grads, strict=True):
+            some, place = _some(part, start, end), slice(start // part.groups, end // part.groups)
+            results = [t[start:end] if some.place is None else _take(t[start:end], some.place) for t in (grad, out, lse)]
+            _backward_part(some, results, [total[place] for total in totals], scale)
+    return list(itertools.chain.from_iterable(grads))
 
 
 def _unpack(plan: Sequence[Sequence[Tile]], tensors: Sequence[Any]) -> list[Part]:

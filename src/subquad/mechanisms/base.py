@@ -229,12 +229,18 @@ class Config(ABC):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 self._refuse(name, "is a whole number of at least 1")
+            self._require_small(name)
 
     def _require_whole(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 self._refuse(name, "is a whole number of at least 0")
+            self._require_small(name)
+
+    def _require_small(self, name: str) -> None:
+        if getattr(self, name) >= 2**31:
+            self._refuse(name, "is a whole number below 2**31")
 
     def _require_seed(self, name: str = "seed") -> None:
         value = getattr(self, name)

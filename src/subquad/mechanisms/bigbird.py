@@ -115,7 +115,7 @@ class BigBird(Pattern):
         first, last = self._ends(call.is_causal)
         side = self.window // 2
         sets: list[KeySet] = [Blocks(self.block, side, 0 if call.is_causal else side, call.is_causal)]
-        if self.random and call.key.shape[2]:
+        if self.random and call.seen + call.key.shape[2] > self.block:  # more than one block
             sets.append(self._scattered(call, first, last, side))
         return Layout(
             groups=((None, tuple(sets)),),
@@ -133,8 +133,9 @@ class BigBird(Pattern):
 
     def _globals(self, call: Call, first: int, last: int) -> Globals | None:
         """The tokens of the first and the last blocks of each row, by their number among its real tokens."""
-        size, lengths = self.block, real_lengths(call)[:, None]
-        blocks = (lengths + size - 1) // size  # (B or 1, 1)
+        size, lengths = min(self.block, call.key.shape[2]), real_lengths(call)[:, None]
+        blocks = (lengths + size - 1) // max(size, 1)  # (B or 1, 1)
+        first, last = (min(n, -(-call.key.shape[2] // max(size, 1))) for n in (first, last))
         within = torch.arange(size, device=lengths.device)
         front = torch.arange(first, device=lengths.device).expand(lengths.shape[0], -1)
         back = blocks - 1 - torch.arange(last, device=lengths.device)
@@ -149,7 +150,7 @@ class BigBird(Pattern):
         block = torch.arange(-(-call.key.shape[2] // self.block), device=keys.device)
         heads = torch.arange(call.query.shape[1], device=keys.device)[:, None]
         if call.is_causal:
-            samples = reservoir(keys, self.random, total)  # (H, total + 1, r)
+            samples = reservoir(keys, min(self.random, total), total)  # (H, total + 1, r)
 
             def choose(block: Tensor, heads: Tensor) -> Tensor:
                 sample = samples[heads, (block - side - first).clamp(min=0)]
@@ -157,5 +158,5 @@ class BigBird(Pattern):
 
             return Scattered(self.block, self.random, side, choose(block, heads)[None], choose)
         blocks = (real_lengths(call)[:, None, None] + self.block - 1) // self.block  # (B or 1, 1, 1)
-        index = drawn(keys[heads], block, blocks, self.random, first=first, last=last, side=side)
+        index = drawn(keys[heads], block, blocks, self.random, first=first, last=last, side=side, most=total)
         return Scattered(self.block, self.random, side, index, lambda block, heads: index)

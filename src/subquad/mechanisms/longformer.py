@@ -92,6 +92,7 @@ class Longformer(Pattern):
         return self.global_projections
 
     def parameters(self, spec: Spec) -> dict[str, Tensor]:
+        self._require_heads(spec.heads)
         if not self.global_projections:
             return {}
         if spec.dim is None:
@@ -122,6 +123,10 @@ class Longformer(Pattern):
             rows=self._rows(call) if self.global_projections else None,
         )
 
+    def _require_heads(self, heads: int) -> None:
+        if isinstance(self.dilation, tuple) and len(self.dilation) != heads:
+            raise InputError(f"longformer's dilation has one number for each head; got {len(self.dilation)} for {heads} heads.")
+
     def _window(self, dilation: int, call: Call) -> Window:
         return Window(self.window, 0 if call.is_causal else self.window, dilation)
 
@@ -129,10 +134,7 @@ class Longformer(Pattern):
         """Groups of heads, and the dilation of each."""
         if isinstance(self.dilation, int):
             return [(None, self.dilation)]
-        if len(self.dilation) != call.query.shape[1]:
-            raise InputError(
-                f"longformer's dilation has one number for each head; got {len(self.dilation)} for {call.query.shape[1]} heads."
-            )
+        self._require_heads(call.query.shape[1])
         different = sorted(set(self.dilation))
         if len(different) == 1:
             return [(None, different[0])]

@@ -14,8 +14,20 @@ def head_keys(heads: int, seed: int) -> Tensor:
     return torch.randint(2**31, (heads,), generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
-def drawn(keys: Tensor, block: Tensor, blocks: Tensor, count: int, *, first: int, last: int, side: int) -> Tensor:
+def drawn(
+    keys: Tensor,
+    block: Tensor,
+    blocks: Tensor,
+    count: int,
+    *,
+    first: int,
+    last: int,
+    side: int,
+    most: int | None = None,
+) -> Tensor:
     """`count` different blocks for every block of queries, but its window and the global ones: (..., count), -1 for none.
+
+    No more than `most`, which says how many blocks there can be in all.
 
     Keys, the block of queries, and how many blocks there are in all, broadcast. The window has `side` blocks to each side; the
     `first` and `last` blocks are global.
@@ -24,14 +36,14 @@ def drawn(keys: Tensor, block: Tensor, blocks: Tensor, count: int, *, first: int
     above = (block + side + 1).clamp(min=first)  # the first one to draw from after it
     there = below + (blocks - last - above).clamp(min=0)
     chosen: list[Tensor] = []
-    for draw in range(count):
+    for draw in range(count if most is None else min(count, most)):
         number = _random(keys, block * count + draw) % (there - draw).clamp(min=1)
         for taken in torch.stack(chosen).sort(0).values.unbind(0) if chosen else ():
             number = number + (number >= taken)
         chosen.append(number)
     numbers = torch.stack(chosen, dim=-1)
     found = torch.where(numbers < below[..., None], first + numbers, (above - below)[..., None] + numbers)
-    return torch.where(torch.arange(count, device=keys.device) < there[..., None], found, -1)
+    return torch.where(torch.arange(len(chosen), device=keys.device) < there[..., None], found, -1)
 
 
 def reservoir(keys: Tensor, count: int, total: int) -> Tensor:

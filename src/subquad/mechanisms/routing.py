@@ -51,7 +51,8 @@ class Routing(Bucketed):
     Args:
         clusters: b, how many centroids a head has.
         chunk: C, how far a query sees among the tokens near its centroid.
-        decay: how much of a centroid a training step keeps; below 1.
+        decay: how much of a centroid a call in training keeps; below 1. Every forward pass in train mode moves the centroids,
+            also one that activation checkpointing repeats; but none with a decode state.
         seed: what the centroids' initial values are drawn from.
     """
 

@@ -27,7 +27,7 @@ MAX_LENGTH = 4096
 _CHOOSING = ("dense", "block_sparse", "bucketed")
 _READS_NO_INPUT = ("dense", "block_sparse")
 # Long enough for the default options to leave something out.
-_LENGTHS = {"dense": 1024, "block_sparse": 1024, "bucketed": 256, "low_rank": 128}
+_LENGTHS = {"dense": 1024, "block_sparse": 1024, "bucketed": 256, "low_rank": 256}
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,7 @@ def attention_map(
         key = query if config.shares_query_and_key else torch.randn(1, 1, length, head_dim)
         mechanism = config.without_values().build(heads=heads, head_dim=head_dim, value_dim=length, dim=heads * head_dim).eval()
         matrices = _matrices(mechanism, query, key, is_causal)
-        chooses &= config.info.exact or not matrices.all()  # clustered attention weighs every pair
+        chooses &= config.info.engine != "bucketed" or not matrices.all()  # clustered attention weighs every pair
         if chooses:
             matrices = (matrices != 0).float()
         exact = None if chooses else subquad.attention(query, key, torch.eye(length)[None, None], is_causal=is_causal)[0, 0]
