@@ -41,6 +41,7 @@ def test_a_causal_query_sees_no_segment_before_it_has_ended():
 def test_an_incomplete_segment_is_the_mean_of_what_is_there():
     found = weights(sq.Pooled(stride=5, window=0), 7)
     assert (found[0, 5] == found[0, 6]) & (found[0, 5] > 0)
+    torch.testing.assert_close(found.sum(-1), torch.ones(7, dtype=torch.float64))
 
 
 @torch.no_grad()

@@ -20,10 +20,9 @@ from torch import Tensor
 from subquad.engines import dense, store, tiles
 from subquad.engines.key_sets import KeySet, Tokens, seen_by_all
 from subquad.engines.segments import Segments
+from subquad.engines.tensors import is_recorded
 from subquad.masks import real_first, take_tokens, zero_pads
 from subquad.state import Parts
-
-_STEP = 256  # tokens that go on from a state at a time
 
 Globals = tuple[Tensor, Tensor]  # positions (B or 1, g), and which of them are there (B or 1, g)
 Heads = tuple[int, ...] | None
@@ -164,8 +163,8 @@ def _go_on(
 
 
 def _steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Iterator[Any]:
-    parts = [x.split(_STEP, dim=2) if x.shape[2] else () for x in (query, key, value)]
-    masks = [None] * len(parts[0]) if mask is None else mask.split(_STEP, dim=1)
+    parts = [x.split(store.STEP, dim=2) if x.shape[2] else () for x in (query, key, value)]
+    masks = [None] * len(parts[0]) if mask is None else mask.split(store.STEP, dim=1)
     return zip(*parts, masks, strict=False)
 
 
@@ -203,7 +202,7 @@ def _remember(
     real = torch.ones(key.shape[0], length, dtype=torch.bool, device=key.device) if mask is None else mask
     position = torch.where(real, start[:, None] + real.cumsum(1) - 1, -1)
     rows = {"key": key, "value": value, "number": position[:, None, :, None].expand(-1, key.shape[1], -1, -1)}
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    recorded = is_recorded(query, key, value)
     state = {**store.append(state, rows, recorded), "count": start + real.sum(1)}
     return state if layout.segments is None else layout.segments.finish(state, start, length), position
 
@@ -239,8 +238,8 @@ def _reordered(layout: Layout, order: Tensor, mask: Tensor) -> Layout:
 
 def _positions(chosen: Tensor) -> Globals | None:
     most = int(chosen.sum(1).max()) if chosen.numel() else 0
-    index = (~chosen).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
-    return (index, chosen.gather(1, index)) if most else None
+    index, there = (t[:, :most] for t in real_first(chosen))
+    return (index, there) if most else None
 
 
 def _is_global(tokens: Globals, batch: int, length: int) -> Tensor:

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from subquad.engines import dense, store, tiles
 from subquad.engines.key_sets import Blocks, Tokens
+from subquad.engines.tensors import is_recorded
 from subquad.engines.tiles import BARRED, Part, Tile
 from subquad.masks import zero_pads
 from subquad.state import Parts
-
-_STEP = 256  # tokens that go on from a state at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +221,8 @@ def _go_on(
 ) -> tuple[Tensor, Parts]:
     """A few tokens at a time: they join the keys of the state, and meet those that they see."""
     outs = [query[:, :, :0, :1].expand(-1, -1, -1, value.shape[-1])]
-    for start in range(0, query.shape[2], _STEP):
-        now = slice(start, start + _STEP)
+    for start in range(0, query.shape[2], store.STEP):
+        now = slice(start, start + store.STEP)
         real = None if mask is None else mask[:, now]
         state = _remember(state, query[:, :, now], key[:, :, now], value[:, :, now], key_bucket[..., now], real)
         out = _step(query[:, :, now], query_bucket[..., now], state, rule, scale)
@@ -263,7 +262,7 @@ def _remember(state: Parts, query: Tensor, key: Tensor, value: Tensor, bucket: T
         "number": position[:, None, :, None].expand(-1, key.shape[1], -1, -1),
         "bucket": bucket.mT,  # (B, K, n, R)
     }
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    recorded = is_recorded(query, key, value)
     return {**store.append(state, rows, recorded), "count": count + key.shape[2]}
 
 

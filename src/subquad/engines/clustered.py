@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines.kernelized import wide
+from subquad.engines.tensors import is_recorded, widen
 from subquad.masks import zero_pads
 
 # Numbers worked on at a time: so few that they stay in cache, so many that the operations outweigh their calls.
@@ -47,10 +47,10 @@ def attend(
     queries, keys = query.shape[2], key.shape[2]
     if queries == 0 or keys == 0:
         return query.new_zeros(*query.shape[:3], value.shape[-1]) + value.sum()  # 0, and the graph is kept
-    whole = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    whole = is_recorded(query, key, value)
     real = key_padding_mask if queries == keys else None
     clusters = min(clusters, queries)
-    q = query.to(wide(query))
+    q = widen(query)
     assignment = assign(_sign(q @ projection.to(q.dtype).mT), real, clusters, iterations)  # (B, H, N)
 
     count = _sums(zero_pads(torch.ones_like(q[..., :1]), real), assignment, clusters)

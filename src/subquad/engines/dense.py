@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.engines.tensors import is_recorded
 from subquad.masks import causal, zero_pads
 from subquad.state import Growing, Parts
 
@@ -31,7 +32,7 @@ def attend(
     state: Parts = {}
     if past is not None or return_state:
         past, new = past or {}, key
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        recorded = is_recorded(query, key, value)
         key = _grow(state, past, "key", key, recorded)
         value = _grow(state, past, "value", value, recorded)
         seen = key.shape[-2] - new.shape[-2]

@@ -33,6 +33,7 @@ from subquad.engines.chunk_weights import (
     levelled_by_key,
     lowest,
 )
+from subquad.engines.tensors import is_recorded, widen
 from subquad.masks import zero_pads
 from subquad.state import Parts
 
@@ -147,8 +148,8 @@ class _Keys:
 
 
 def _map_keys(source: _Source, kernel: Kernel) -> _Keys:
-    f, b = kernel.key(zero_pads(_widen(source.key), source.mask))
-    value = zero_pads(_widen(source.value), source.mask)
+    f, b = kernel.key(zero_pads(widen(source.key), source.mask))
+    value = zero_pads(widen(source.value), source.mask)
     if kernel.has_ones:
         value = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
     gate = source.log_gate.unsqueeze(-1) if source.log_gate is not None else None
@@ -172,7 +173,7 @@ def _bidirectional(query: Tensor, source: _Source, kernel: Kernel, sums: Sums, p
     if kernel.normalizer == "channel":
         S = S / _nonzero(S[..., -1:])
     for part in query.split(_lengths(query.shape[2], piece), dim=2):
-        groups = _widen(part).unflatten(1, (source.key.shape[1], -1))  # (B, K, G, n, D)
+        groups = widen(part).unflatten(1, (source.key.shape[1], -1))  # (B, K, G, n, D)
         out = kernel.query(groups.flatten(2, 3)) @ S  # (B, K, G n, Dv + 1)
         yield _normalize(out, sums.get("count"), kernel).unflatten(2, groups.shape[2:4]).flatten(1, 2)  # (B, H, n, Dv)
 
@@ -194,7 +195,7 @@ def _absorb(keys: _Keys, kernel: Kernel, sums: Sums) -> None:
 def _causal(query: Tensor, source: _Source, kernel: Kernel, sums: Sums, piece: int) -> Iterator[Tensor]:
     lengths = _lengths(query.shape[2], piece)
     for part, keys in zip(query.split(lengths, dim=2), source.split(lengths), strict=True):
-        yield _causal_piece(_widen(part), _map_keys(keys, kernel), kernel, sums)
+        yield _causal_piece(widen(part), _map_keys(keys, kernel), kernel, sums)
 
 
 def _causal_piece(query: Tensor, keys: _Keys, kernel: Kernel, sums: Sums) -> Tensor:
@@ -266,19 +267,9 @@ def _nonzero(total: Tensor) -> Tensor:
     return total.masked_fill(total == 0, 1.0)
 
 
-def wide(x: Tensor) -> torch.dtype:
-    """The precision to compute in: sums are kept in float32 at least."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x.to(wide(x))
-
-
 def _whole(*tensors: Tensor | None) -> bool:
     """Whether to take the sequence in one piece: a recorded graph keeps every intermediate anyway."""
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return recorded or torch.compiler.is_compiling()
+    return is_recorded(*tensors) or torch.compiler.is_compiling()
 
 
 def _lengths(length: int, piece: int) -> list[int]:

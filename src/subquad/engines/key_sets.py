@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.engines.tensors import widen
 from subquad.engines.tiles import BARRED, Part, Tile
+from subquad.masks import take_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +39,13 @@ class Tokens:
     @staticmethod
     def of(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, barred: bool, scale: float) -> Tokens:
         """From query (B, H, n, D), key (B, K, n, D), value (B, K, n, Dv); `allowed` (B, n) are the keys that may be seen."""
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
+        query, key, value = (widen(x) for x in (query, key, value))
         if barred or scale <= 0:  # the kernel would scale what is barred, or bar the future before it scales
             query, scale = query * scale, 1.0
         width = max(query.shape[-1] + barred, value.shape[-1])
         if barred:
             one = query.new_ones(())
-            bias = 0 * one if allowed is None else torch.where(allowed, 0.0, BARRED).to(dtype)[:, None, :, None]
+            bias = 0 * one if allowed is None else barred_unless(allowed, key.dtype)[:, None, :, None]
             query, key = _with_last(query, one, width), _with_last(key, bias, width)
         query, key, value = (pad_to(x, width, -1) for x in (query, key, value))
         return Tokens(query.unflatten(1, (key.shape[1], -1)), key, value, barred, scale)
@@ -252,13 +253,12 @@ class Scattered(KeySet):
 def seen_by_all(x: Tokens, index: Tensor, there: Tensor, is_causal: bool) -> Part:
     """Keys at positions `index` (B or 1, g), those that are `there`, for all queries; where causal, for those after them."""
     batch, kv_heads = x.key.shape[:2]
-    rows = index.expand(batch, -1)[:, None, :, None].expand(-1, kv_heads, -1, x.key.shape[-1])
-    key, value = x.key.gather(2, rows), x.value.gather(2, rows)
+    key, value = (take_tokens(t, index.expand(batch, -1)) for t in (x.key, x.value))
     key = F.pad(key[..., :-1], (0, 1))  # barred in the sets, but not here
     visible = there.unsqueeze(1)  # (B or 1, 1, g)
     if is_causal:
         visible = visible & (index.unsqueeze(1) <= torch.arange(x.length, device=index.device)[:, None])
-    mask = torch.where(visible, 0.0, BARRED).to(x.key.dtype).unsqueeze(1)  # (B or 1, 1, n or 1, g)
+    mask = barred_unless(visible, x.key.dtype).unsqueeze(1)  # (B or 1, 1, n or 1, g)
     if mask.shape[0] > 1:
         mask = mask.repeat_interleave(kv_heads, dim=0)
     return x.meets(key, value, (Tile(0, x.length, 1, 0, 0, index.shape[1], mask),))
@@ -299,10 +299,12 @@ def _block_tiles(blocks: Blocks, length: int, dtype: torch.dtype, device: torch.
     if blocks.is_causal or blocks.ends is not None:
         i = torch.arange(size, device=device)[:, None] + before
         j = torch.arange(before + size + after, device=device)
-        allowed = i >= j if blocks.is_causal else i == i
+        allowed = torch.ones(size, len(j), dtype=torch.bool, device=device)
+        if blocks.is_causal:
+            allowed &= i >= j
         if blocks.ends is not None:
-            allowed = allowed & ((j % size >= blocks.size - blocks.ends) | (i == j))
-        mask = barred_unless(allowed.expand(size, -1), dtype)
+            allowed &= (j % size >= blocks.size - blocks.ends) | (i == j)
+        mask = barred_unless(allowed, dtype)
     return _run(size, before, after, length, mask)
 
 

@@ -15,11 +15,6 @@ from subquad.engines.once import once
 from subquad.masks import real_first, take_tokens
 
 
-def wide(x: Tensor) -> Tensor:
-    """`x` in the precision that sums are kept in: float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """`softmax(scale q k^T) v` over the keys where `mask` (B, M) is True, zero where there are none."""
     return dense.attend_masked(query, key, value, None if mask is None else mask[:, None, None, :], scale)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from subquad.engines import store
 from subquad.engines.key_sets import KeySet, Tokens, barred_unless, pad_to
-from subquad.engines.tiles import BARRED, Part, Tile
+from subquad.engines.tensors import is_recorded, widen
+from subquad.engines.tiles import Part, Tile
 from subquad.state import Parts
 
 _ROWS = 256  # queries in a block, about
@@ -60,8 +61,7 @@ class Segments(KeySet):
         real = F.pad(x.key[..., -1:] == 0, (0, 0, 0, missing)).unflatten(2, (-1, self.size))
         count = real.sum(3)  # (B, K, segments, 1)
         key, value = (t.masked_fill(~real, 0).sum(3) / count.clamp(min=1) for t in (key, value))
-        bias = torch.where(count > 0, 0.0, BARRED).to(key.dtype)
-        return torch.cat([key[..., :-1], bias], dim=-1), value
+        return torch.cat([key[..., :-1], barred_unless(count > 0, key.dtype)], dim=-1), value
 
     def finish(self, state: Parts, start: Tensor, new: int) -> Parts:
         """Add the segments that the last `new` tokens have finished, where `start` (B,) were there before."""
@@ -74,12 +74,10 @@ class Segments(KeySet):
         number = number.masked_fill((number + 1) * self.size > now[:, None], -1)
         rows = {"segment": number[:, None, :, None].expand(-1, position.shape[1], -1, -1)}
         for name in ("key", "value"):
-            x = store.rows(state[name])
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            x = widen(store.rows(state[name]))
             total = x.new_zeros(*x.shape[:2], count + 1, x.shape[-1]).scatter_add(2, slot.expand_as(x), x)
             rows[f"segment_{name}"] = total[:, :, :count] / self.size
-        recorded = torch.is_grad_enabled() and rows["segment_key"].requires_grad
-        return store.append(state, rows, recorded)
+        return store.append(state, rows, is_recorded(*rows.values()))
 
     def shown(self, state: Parts, i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values of the finished segments, and which of them queries at i (B, 1, n, 1) see, (B, K, n, segments)."""

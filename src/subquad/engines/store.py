@@ -15,6 +15,7 @@ from torch import Tensor
 
 from subquad.state import Growing, Parts
 
+STEP = 256  # tokens that go on from a state at a time
 _SPARE = 64  # rows; moving fewer than that is not worth it
 
 

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.once import once
+from subquad.engines.tensors import is_recorded
 
 BARRED = -1e30  # below every score, yet finite: its exponential is 0, and no infinity meets another
 _NOTHING = BARRED / 10  # a log-sum-exp below this is one of barred pairs only
@@ -73,9 +74,8 @@ def attend(parts: Sequence[Part], length: int, scale: float) -> tuple[Tensor, Te
     plan = [[replace(tile, mask=None) for tile in part.tiles] for part in parts]  # tensors go to apply by themselves
     tensors = [[p.query, p.key, p.value, p.place, *(t.mask for t in p.tiles)] for p in parts]
     flat = list(itertools.chain.from_iterable(tensors))
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in flat)
     # torch.compile takes a Function with setup_context only where a gradient is recorded.
-    run = _Merged.forward if torch.compiler.is_compiling() and not recorded else _Merged.apply
+    run = _Merged.forward if torch.compiler.is_compiling() and not is_recorded(*flat) else _Merged.apply
     out, empty, _ = run(plan, length, scale, *flat)
     return out, empty
 

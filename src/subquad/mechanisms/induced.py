@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from subquad.engines.low_rank import attend, wide
+from subquad.engines.low_rank import attend
+from subquad.engines.tensors import widen
 from subquad.masks import zero_pads
 from subquad.mechanisms.base import Call, Config, Info, Spec
 from subquad.state import Parts
@@ -58,7 +59,7 @@ class Induced(Config):
 
     def run(self, call: Call) -> tuple[Tensor, Parts | None]:
         mask = call.key_padding_mask
-        query, key, value = wide(call.query), *(wide(zero_pads(x, mask)) for x in (call.key, call.value))
+        query, key, value = widen(call.query), *(widen(zero_pads(x, mask)) for x in (call.key, call.value))
         points = call.weights["points"].to(key.dtype).expand(key.shape[0], -1, -1, -1)  # (B, K, m, D)
         hk, hv = (attend(points, key, x, mask, call.scale) for x in (key, value))  # (B, K, m, D), (B, K, m, Dv)
         return attend(query, hk, hv, None, call.scale).to(call.query.dtype), None

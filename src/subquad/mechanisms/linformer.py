@@ -14,7 +14,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from subquad.engines.low_rank import attend, bring_real_first, wide
+from subquad.engines.low_rank import attend, bring_real_first
+from subquad.engines.tensors import widen
 from subquad.errors import InputError
 from subquad.masks import zero_pads
 from subquad.mechanisms.base import Call, Config, Info, Spec
@@ -79,11 +80,11 @@ class Linformer(Config):
             )
         key = self._compress(call, call.key, "key_projection")
         value = self._compress(call, call.value, "value_projection")
-        return attend(wide(call.query), key, value, None, call.scale).to(call.query.dtype), None
+        return attend(widen(call.query), key, value, None, call.scale).to(call.query.dtype), None
 
     def _compress(self, call: Call, x: Tensor, name: str) -> Tensor:
         """(B, K, M, D) -> (B, K, rank, D)."""
         weight = call.weights[name if name in call.weights else "projection"]
-        x = wide(bring_real_first(zero_pads(x, call.key_padding_mask), call.key_padding_mask))
+        x = widen(bring_real_first(zero_pads(x, call.key_padding_mask), call.key_padding_mask))
         columns = weight[..., : x.shape[2]].to(x.dtype)
         return torch.einsum("krm,bkmd->bkrd" if self.share == "none" else "rm,bkmd->bkrd", columns, x)

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines.low_rank import attend, pinv, segment_means, segments, wide
+from subquad.engines.low_rank import attend, pinv, segment_means, segments
+from subquad.engines.tensors import widen
 from subquad.masks import zero_pads
 from subquad.mechanisms.base import Call, Config, Info, Spec
 from subquad.state import Parts
@@ -80,7 +81,7 @@ class Nystrom(Config):
         return {"kernel": torch.empty(spec.heads, self.conv).uniform_(-bound, bound)}
 
     def run(self, call: Call) -> tuple[Tensor, Parts | None]:
-        query, key, value = (wide(zero_pads(x, call.key_padding_mask)) for x in (call.query, call.key, call.value))
+        query, key, value = (widen(zero_pads(x, call.key_padding_mask)) for x in (call.query, call.key, call.value))
         if query.shape[2] <= self.landmarks:
             out = attend(query, key, value, call.key_padding_mask, call.scale)
         else:

@@ -28,7 +28,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from subquad.engines.kernelized import Kernel, wide
+from subquad.engines.kernelized import Kernel
+from subquad.engines.tensors import wide
 from subquad.errors import InputError
 from subquad.mechanisms.base import Call, Info, Spec
 from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from subquad.engines.bucketed import Rule
-from subquad.engines.kernelized import wide
+from subquad.engines.tensors import widen
 from subquad.masks import zero_pads
 from subquad.mechanisms.base import Call, Info, Spec
 from subquad.mechanisms.bucketed import Bucketed, refuses
@@ -92,7 +92,7 @@ class Reformer(Bucketed):
 
     @torch.no_grad()
     def bucket_of(self, x: Tensor, call: Call) -> Tensor:
-        x = zero_pads(x.to(wide(x)), call.key_padding_mask)
+        x = zero_pads(widen(x), call.key_padding_mask)
         rotations = call.weights["rotations"].to(x.dtype)  # (K, R, b/2, D)
         heads, length = x.shape[1:3]
         x = x.unflatten(1, (rotations.shape[0], -1)).flatten(2, 3)  # (B, K, G n, D)
@@ -104,5 +104,5 @@ class Reformer(Bucketed):
     def scores(self, call: Call) -> tuple[Tensor, float]:
         if not self.shared_qk:
             return super().scores(call)
-        key = unit(zero_pads(call.key.to(wide(call.key)), call.key_padding_mask))
+        key = unit(zero_pads(widen(call.key), call.key_padding_mask))
         return key, 1.0 if call.scale is None else call.scale

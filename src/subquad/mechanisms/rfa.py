@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines.kernelized import Kernel, wide
+from subquad.engines.kernelized import Kernel
+from subquad.engines.tensors import wide
 from subquad.errors import OptionError
 from subquad.mechanisms.base import Call, Info, Spec
 from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.bucketed import Rule
-from subquad.engines.kernelized import wide
+from subquad.engines.tensors import wide, widen
 from subquad.masks import zero_pads
 from subquad.mechanisms.base import Call, Info, Spec
 from subquad.mechanisms.bucketed import Bucketed, refuses
@@ -96,7 +96,7 @@ class Routing(Bucketed):
 
     def _tokens(self, x: Tensor, call: Call) -> Tensor:
         """Queries or keys (B, h, n, D) of unit length, by key-value head: (B, K, G n, D)."""
-        x = zero_pads(x.to(wide(x)), call.key_padding_mask)
+        x = zero_pads(widen(x), call.key_padding_mask)
         return unit(x).unflatten(1, (call.key.shape[1], -1)).flatten(2, 3)
 
     def _centroids(self, call: Call) -> Tensor:
