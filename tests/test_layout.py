@@ -16,7 +16,9 @@ LAYERS = [
     {"mechanisms"},
     {"registry", "checks"},
     {"api"},
+    {"layer"},
     {"__init__"},
+    {"models"},
     {"report"},
     {"cli"},
 ]

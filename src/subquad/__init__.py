@@ -1,6 +1,6 @@
 """Attention that does not grow with the square of the sequence: every efficient mechanism behind one call."""
 
-from subquad.api import Attention, Mechanism, attention
+from subquad.api import Mechanism, attention
 from subquad.errors import (
     InputError,
     MissingExtraError,
@@ -10,6 +10,7 @@ from subquad.errors import (
     UnknownMethodError,
     UnsupportedError,
 )
+from subquad.layer import Attention
 from subquad.mechanisms import (
     RFA,
     SVD,

@@ -1,4 +1,4 @@
-"""`attention` and `Attention`: the one way in. All input is checked here, by the rules in `checks`.
+"""`attention`, and `Mechanism`, its module: the one way in. All input is checked here, by the rules in `checks`.
 
 B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv value channels.
 """
@@ -17,7 +17,6 @@ from subquad import checks
 from subquad.errors import InputError, OptionError
 from subquad.mechanisms import Call, Config, Spec
 from subquad.registry import require, resolve
-from subquad.rotary import positions, rotate
 from subquad.state import State
 
 
@@ -112,14 +111,14 @@ class Mechanism(nn.Module):
         checks.divides(heads, kv_heads)
         self.config = resolve(method)
         self.spec = Spec(heads, kv_heads, head_dim, value_dim, dim)
+        self._lender: Mechanism | None = None
+        self._before: dict[str, Tensor] = {}  # buffers as the last forward pass in training met them
         for name, parameter in self.config.parameters(self.spec).items():
             self.register_parameter(name, nn.Parameter(parameter))
         default = torch.empty(0)  # its device and dtype are the current defaults
-        for name, buffer in self.config.buffers(self.spec).items():
+        for name, buffer in self._draw_buffers().items():
             self.register_buffer(name, _as(buffer, default.device, default.dtype))
-        if self.config.info.random:
-            self.register_buffer("seed", torch.tensor(self.config.seed))  # type: ignore[attr-defined]
-            self.register_load_state_dict_post_hook(_take_seed)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_take_seed)  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -159,191 +158,80 @@ class Mechanism(nn.Module):
             dropout_p=dropout_p,
             state=state,
             return_state=return_state,
-            weights=dict(self.named_parameters()) | dict(self.named_buffers()),
+            weights=self._weights(),
             hidden=hidden,
             global_mask=global_mask,
         )
         result = _run(self.config, call)
-        if self.training and self.config.info.updates and "decode" not in call.needs:
+        if self.training and self.config.info.updates and "decode" not in call.needs and not _is_recomputing():
             with torch.no_grad():
-                for buffer, new in self.config.update(call).items():
-                    self.get_buffer(buffer).copy_(new)
+                new = self.config.update(call)
+                self._before = {name: self.get_buffer(name).clone() for name in new}
+                for name, value in new.items():
+                    self.get_buffer(name).copy_(value)
         return result
+
+    def borrow_parameters(self, lender: Mechanism) -> None:
+        """Use the parameters of `lender`, a mechanism with the same options; they are saved and trained with it, once."""
+        if lender.config != self.config or lender.spec != self.spec:
+            raise InputError(f"parameters are lent between equals; got {lender} for {self}.")
+        for name in list(self._parameters):
+            delattr(self, name)
+        object.__setattr__(self, "_lender", lender)  # not as a child, whose parameters would be listed here again
+
+    def _weights(self) -> dict[str, Tensor]:
+        weights = {**dict((self._lender or self).named_parameters()), **dict(self.named_buffers())}
+        if self._before and _is_recomputing():
+            weights |= self._before
+        return weights
 
     def redraw(self, seed: int) -> None:
         """Draw the random buffers anew, from `seed`. A decode state from before no longer fits."""
         if not self.config.info.random:
             raise OptionError(f"{self.config.info.name} draws nothing at random, so there is nothing to redraw.")
         self.config = _reseeded(self.config, seed)
-        for name, drawn in self.config.buffers(self.spec).items():
+        for name, drawn in self._draw_buffers().items():
             self.get_buffer(name).copy_(drawn)
-        self.get_buffer("seed").fill_(seed)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers as a new module has them; random parameters are drawn anew."""
+        parameters = {} if self._lender else self.config.parameters(self.spec)
+        return parameters | self._draw_buffers()
+
+    def take_seed(self) -> None:
+        """After weights were loaded: the draw is theirs, so the config's seed is too."""
+        if self.config.info.random and not self.get_buffer("seed").is_meta:
+            self.config = _reseeded(self.config, int(self.get_buffer("seed")))
+
+    def _draw_buffers(self) -> dict[str, Tensor]:
+        """What is drawn from the seed, and the seed."""
+        if not self.config.info.random:
+            return {}
+        return {**self.config.buffers(self.spec), "seed": torch.tensor(self.config.seed)}  # type: ignore[attr-defined]
 
     def extra_repr(self) -> str:
         sizes = f"heads={self.spec.heads}, kv_heads={self.spec.kv_heads}, head_dim={self.spec.head_dim}"
         return f"{self.config}, {sizes}"
 
 
+def _is_recomputing() -> bool:
+    """Whether a backward pass runs this forward pass again, as activation checkpointing does."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def _take_seed(mechanism: Mechanism, _: object) -> None:
-    """After weights were loaded: the draw is theirs, so the config's seed is too."""
-    seed = mechanism.get_buffer("seed")
-    if not seed.is_meta:
-        mechanism.config = _reseeded(mechanism.config, int(seed))
+    mechanism.take_seed()
 
 
 def _reseeded(config: Config, seed: int) -> Config:
     return replace(config, seed=seed)  # type: ignore[type-var]
 
 
-class Attention(nn.Module):
-    """Multi-head self- or cross-attention with projections, by any mechanism.
-
-    Args:
-        dim: width of the tokens.
-        heads: H; each has `head_dim` channels (default dim / heads).
-        method: a name or a config object.
-        kv_heads: K, a divisor of `heads`; fewer share keys and values among groups of query heads.
-        source_dim: width of `source` in cross-attention (default dim).
-        bias: whether the projections have one.
-        dropout: of attention weights, in training, where the mechanism has weights.
-        rotary: the base of rotary positions, usually 10000.0; None for none. Self-attention only.
-        scale: replaces the mechanism's own factor on q . k.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        method: str | Config = "softmax",
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        source_dim: int | None = None,
-        bias: bool = True,
-        dropout: float = 0.0,
-        rotary: float | None = None,
-        scale: float | None = None,
-    ) -> None:
-        super().__init__()
-        source_dim = dim if source_dim is None else source_dim
-        checks.sizes(dim=dim, heads=heads, source_dim=source_dim)
-        if head_dim is None and dim % heads:
-            raise InputError(
-                f"dim must be a multiple of heads unless head_dim is given; got dim={dim}, heads={heads}. "
-                f"Pass head_dim, or a multiple of {heads}."
-            )
-        head_dim = dim // heads if head_dim is None else head_dim
-        self.mechanism = Mechanism(method, heads=heads, head_dim=head_dim, kv_heads=kv_heads, dim=source_dim)
-        checks.dropout(dropout)
-        checks.scale(scale)
-        grouped = self.mechanism.spec.kv_heads != heads
-        asked = {"dropout_p": dropout > 0, "scale": scale is not None, "enable_gqa": grouped}
-        require(self.mechanism.config, [need for need, is_asked in asked.items() if is_asked])
-        if source_dim != dim and "cross" in self.mechanism.config.refuses:
-            require(self.mechanism.config, ["cross"])
-        checks.rotary(rotary, head_dim)
-        if rotary is not None and source_dim != dim:
-            raise InputError(f"rotary positions need self-attention, so source_dim must be dim; got {source_dim} and {dim}.")
-        checks.flag("bias", bias)
-        self.dropout = dropout
-        self.rotary = None if rotary is None else float(rotary)
-        self.scale = scale
-        spec = self.mechanism.spec
-        self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
-        shared = self.mechanism.config.shares_query_and_key
-        self.k_proj = None if shared else nn.Linear(source_dim, spec.kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(source_dim, spec.kv_heads * head_dim, bias=bias)
-        self.out_proj = nn.Linear(heads * head_dim, dim, bias=bias)
-
-    def forward(
-        self,
-        x: Tensor,
-        source: Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        key_padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        state: State | None = None,
-        return_state: bool = False,
-        global_mask: Tensor | None = None,
-    ) -> Any:
-        """Attend from x (B, N, dim) to itself, or to `source` (B, M, source_dim).
-
-        The other arguments, and the result, are those of `attention`; `key_padding_mask` is about the source.
-        """
-        if source is not None and (not is_causal or self.k_proj is None):
-            require(self.mechanism.config, ["cross"])
-        source = self._check_tokens(x, source)
-        if key_padding_mask is not None:
-            checks.padding(key_padding_mask, (source.shape[0], source.shape[1]), source.device)
-            real = source.masked_fill(~key_padding_mask.unsqueeze(-1), 0)  # a NaN in a pad would reach the weights' gradients
-            x, source = (real if x is source else x), real
-        spec = self.mechanism.spec
-        q = self.q_proj(x).unflatten(-1, (spec.heads, -1)).transpose(1, 2)  # (B, H, N, D)
-        k = q if self.k_proj is None else self.k_proj(source).unflatten(-1, (spec.kv_heads, -1)).transpose(1, 2)  # (B, K, M, D)
-        v = self.v_proj(source).unflatten(-1, (spec.kv_heads, -1)).transpose(1, 2)
-        after = None
-        if self.rotary is not None:
-            state, start = self._take_position(state, x)
-            position, after = positions(start, x.shape[1], key_padding_mask)
-            rotated = rotate(q, position, self.rotary)
-            q, k = rotated, rotated if k is q else rotate(k, position, self.rotary)
-        out = self.mechanism(
-            q,
-            k,
-            v,
-            is_causal=is_causal,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-            state=state,
-            return_state=return_state,
-            global_mask=global_mask,
-            hidden=source if self.mechanism.config.reads_tokens else None,
-        )
-        out, new = out if return_state else (out, None)
-        out = self.out_proj(out.transpose(1, 2).flatten(-2))  # (B, N, dim)
-        if after is not None and new is not None:
-            new = replace(new, method=self._method, parts={**new.parts, "position": after})
-        return (out, new) if return_state else out
-
-    @property
-    def _method(self) -> str:
-        return f"{_described(self.mechanism.config, self.scale)} with rotary={self.rotary}"
-
-    def _take_position(self, state: State | None, x: Tensor) -> tuple[State | None, Tensor]:
-        """The mechanism's own part of the state, and the position that each row has reached."""
-        if state is None:
-            return None, torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        checks.continues(state, self._method, x)
-        parts = dict(state.parts)
-        start = parts.pop("position")
-        assert isinstance(start, Tensor)
-        return replace(state, method=_described(self.mechanism.config, self.scale), parts=parts), start
-
-    def extra_repr(self) -> str:
-        return f"rotary={self.rotary}, dropout={self.dropout}, scale={self.scale}"
-
-    def _check_tokens(self, x: Tensor, source: Tensor | None) -> Tensor:
-        checks.tokens("x", x, self.q_proj.in_features, self.q_proj.weight)
-        if source is None:
-            checks.tokens("x, without a source,", x, self.v_proj.in_features)
-            return x
-        checks.tokens("source", source, self.v_proj.in_features, self.q_proj.weight)
-        if self.rotary is not None:
-            raise InputError(
-                "rotary positions relate tokens of one sequence, so they need self-attention; got a source. "
-                "Build with rotary=None."
-            )
-        return source
-
-
 def _run(config: Config, call: Call, *needs: str) -> Any:
     checks.call(call)
     require(config, (*call.needs, *needs))
     checks.sharing(config, call.query, call.key)
-    method = _described(config, call.scale)
+    method = described(config, call.scale)
     if call.state is not None:
         checks.state(call.state, method, call.key, call.value)
     with _without_autocast(call.query.device):
@@ -380,14 +268,14 @@ def _drawn(
     return draw(config, Spec(heads, kv_heads, head_dim, value_dim), device, dtype)
 
 
-def _described(config: Config, scale: float | None) -> str:
+def described(config: Config, scale: float | None) -> str:
     """What a state belongs to: another mechanism, draw or scale may not continue it."""
     return repr(config) if scale is None else f"{config!r} with scale={scale}"
 
 
 # What torch.compiler.assume_constant_result sets, without its import of the compiler: a traced call takes the result as it is.
 _drawn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_described._dynamo_marked_constant = True  # type: ignore[attr-defined]
+described._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=64)

@@ -194,6 +194,11 @@ class Config(ABC):
         """Whether its parameters have the width of the values, Dv."""
         return False
 
+    @property
+    def lends_parameters(self) -> bool:
+        """Whether the layers of a model share one set of parameters."""
+        return False
+
     def without_values(self) -> Config:
         """Options that attend alike, to the tokens, and bring no values of their own: what a picture can show."""
         return self

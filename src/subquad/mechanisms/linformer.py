@@ -52,8 +52,8 @@ class Linformer(Config):
         rank: how many compressed keys there are.
         max_length: the most keys that a call may bring, pads included.
         share: what has matrices of its own. "none": each key-value head an E and an F. "head": all heads share one E and one F.
-            "kv": E and F are one matrix too. "layer": the same one matrix, which all layers share besides; a module cannot see
-            the others, so tie them: `other.mechanism.projection = first.mechanism.projection`.
+            "kv": E and F are one matrix too. "layer": the same one matrix, which all layers of a model share besides. Layers on
+            their own cannot see each other: `second.mechanism.borrow_parameters(first.mechanism)`.
     """
 
     info: ClassVar[Info] = INFO
@@ -64,6 +64,10 @@ class Linformer(Config):
     def __post_init__(self) -> None:
         self._require_count("rank", "max_length")
         self._require_choice("share", get_args(Share))
+
+    @property
+    def lends_parameters(self) -> bool:
+        return self.share == "layer"
 
     def parameters(self, spec: Spec) -> dict[str, Tensor]:
         names = ("projection",) if self.share in ("kv", "layer") else ("key_projection", "value_projection")

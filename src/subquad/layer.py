@@ -1,0 +1,215 @@
+"""`Attention`: a layer with projections, around any mechanism.
+
+B batch, H query heads, K key-value heads, N queries, M keys, D channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subquad import checks
+from subquad.api import Mechanism, described
+from subquad.errors import InputError
+from subquad.mechanisms import Config
+from subquad.registry import require
+from subquad.rotary import positions, rotate
+from subquad.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The keys and values of a sequence that others attend to; `Attention.read` makes one."""
+
+    key: Tensor  # (B, K, M, D)
+    value: Tensor
+    key_padding_mask: Tensor | None  # (B, M)
+    hidden: Tensor | None  # (B, M, source_dim), for mechanisms that read the tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(x.nbytes for x in self._tensors if x is not None)
+
+    def reorder(self, index: Tensor) -> Source:
+        """The batch rows named by `index`, as beam search needs."""
+        return Source(*(None if x is None else x.index_select(0, index.to(x.device)) for x in self._tensors))  # type: ignore[arg-type]
+
+    @property
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        return self.key, self.value, self.key_padding_mask, self.hidden
+
+
+class Attention(nn.Module):
+    """Multi-head self- or cross-attention with projections, by any mechanism.
+
+    Args:
+        dim: width of the tokens.
+        heads: H; each has `head_dim` channels (default dim / heads).
+        method: a name or a config object.
+        kv_heads: K, a divisor of `heads`; fewer share keys and values among groups of query heads.
+        source_dim: width of `source` in cross-attention (default dim).
+        bias: whether the projections have one.
+        dropout: of attention weights, in training, where the mechanism has weights.
+        rotary: the base of rotary positions, usually 10000.0; None for none. Self-attention only.
+        scale: replaces the mechanism's own factor on q . k.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        method: str | Config = "softmax",
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        source_dim: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        rotary: float | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        source_dim = dim if source_dim is None else source_dim
+        checks.sizes(dim=dim, heads=heads, source_dim=source_dim)
+        if head_dim is None and dim % heads:
+            raise InputError(
+                f"dim must be a multiple of heads unless head_dim is given; got dim={dim}, heads={heads}. "
+                f"Pass head_dim, or a multiple of {heads}."
+            )
+        head_dim = dim // heads if head_dim is None else head_dim
+        self.mechanism = Mechanism(method, heads=heads, head_dim=head_dim, kv_heads=kv_heads, dim=source_dim)
+        checks.dropout(dropout)
+        checks.scale(scale)
+        grouped = self.mechanism.spec.kv_heads != heads
+        asked = {"dropout_p": dropout > 0, "scale": scale is not None, "enable_gqa": grouped}
+        require(self.mechanism.config, [need for need, is_asked in asked.items() if is_asked])
+        if source_dim != dim and "cross" in self.mechanism.config.refuses:
+            require(self.mechanism.config, ["cross"])
+        checks.rotary(rotary, head_dim)
+        if rotary is not None and source_dim != dim:
+            raise InputError(f"rotary positions need self-attention, so source_dim must be dim; got {source_dim} and {dim}.")
+        checks.flag("bias", bias)
+        self.dropout = dropout
+        self.rotary = None if rotary is None else float(rotary)
+        self.scale = scale
+        spec = self.mechanism.spec
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
+        shared = self.mechanism.config.shares_query_and_key
+        self.k_proj = None if shared else nn.Linear(source_dim, spec.kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(source_dim, spec.kv_heads * head_dim, bias=bias)
+        self.out_proj = nn.Linear(heads * head_dim, dim, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        source: Tensor | Source | None = None,
+        *,
+        is_causal: bool = False,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+        global_mask: Tensor | None = None,
+    ) -> Any:
+        """Attend from x (B, N, dim) to itself, or to `source` (B, M, source_dim), or to what `read` made of one.
+
+        The other arguments, and the result, are those of `attention`; `key_padding_mask` is about the source.
+        """
+        checks.tokens("x", x, self.q_proj.in_features, self.q_proj.weight)
+        if source is None:
+            checks.tokens("x, without a source,", x, self.v_proj.in_features)
+            x = _without_pads(x, key_padding_mask)
+        elif not is_causal or self.k_proj is None:
+            require(self.mechanism.config, ["cross"])
+        spec = self.mechanism.spec
+        q = self.q_proj(x).unflatten(-1, (spec.heads, -1)).transpose(1, 2)  # (B, H, N, D)
+        if source is None:
+            keys = self._project(x, key_padding_mask, q)
+        elif isinstance(source, Source):
+            if key_padding_mask is not None:
+                raise InputError("a Source holds its key_padding_mask; got another one. Give the mask to read() only.")
+            keys = source
+        else:
+            keys = self._read(source, key_padding_mask)
+        k = keys.key
+        after = None
+        if self.rotary is not None:
+            state, start = self._take_position(state, x)
+            position, after = positions(start, x.shape[1], key_padding_mask)
+            rotated = rotate(q, position, self.rotary)
+            q, k = rotated, rotated if k is q else rotate(k, position, self.rotary)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(q.dtype)  # under autocast the queries have another precision than the layer
+        out = self.mechanism(
+            q,
+            k,
+            keys.value,
+            is_causal=is_causal,
+            key_padding_mask=keys.key_padding_mask,
+            attn_mask=attn_mask,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            state=state,
+            return_state=return_state,
+            global_mask=global_mask,
+            hidden=keys.hidden,
+        )
+        out, new = out if return_state else (out, None)
+        out = self.out_proj(out.transpose(1, 2).flatten(-2))  # (B, N, dim)
+        if after is not None and new is not None:
+            new = replace(new, method=self._method, parts={**new.parts, "position": after})
+        return (out, new) if return_state else out
+
+    def read(self, source: Tensor, key_padding_mask: Tensor | None = None) -> Source:
+        """The keys and values of `source` (B, M, source_dim), to attend to from many queries, one call after another."""
+        require(self.mechanism.config, ["cross"])
+        return self._read(source, key_padding_mask)
+
+    def _read(self, source: Tensor, key_padding_mask: Tensor | None) -> Source:
+        checks.tokens("source", source, self.v_proj.in_features, self.q_proj.weight)
+        if self.rotary is not None:
+            raise InputError(
+                "rotary positions relate tokens of one sequence, so they need self-attention; got a source. "
+                "Build with rotary=None."
+            )
+        return self._project(_without_pads(source, key_padding_mask), key_padding_mask, None)
+
+    def _project(self, source: Tensor, key_padding_mask: Tensor | None, query: Tensor | None) -> Source:
+        """Keys and values (B, K, M, D); `query`, in self-attention, is the key too where the mechanism shares them."""
+        kv_heads = self.mechanism.spec.kv_heads
+        if self.k_proj is None:
+            assert query is not None
+            key = query
+        else:
+            key = self.k_proj(source).unflatten(-1, (kv_heads, -1)).transpose(1, 2)
+        value = self.v_proj(source).unflatten(-1, (kv_heads, -1)).transpose(1, 2)
+        return Source(key, value, key_padding_mask, source if self.mechanism.config.reads_tokens else None)
+
+    @property
+    def _method(self) -> str:
+        return f"{described(self.mechanism.config, self.scale)} with rotary={self.rotary}"
+
+    def _take_position(self, state: State | None, x: Tensor) -> tuple[State | None, Tensor]:
+        """The mechanism's own part of the state, and the position that each row has reached."""
+        if state is None:
+            return None, torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        checks.continues(state, self._method, x)
+        parts = dict(state.parts)
+        start = parts.pop("position")
+        assert isinstance(start, Tensor)
+        return replace(state, method=described(self.mechanism.config, self.scale), parts=parts), start
+
+    def extra_repr(self) -> str:
+        return f"rotary={self.rotary}, dropout={self.dropout}, scale={self.scale}"
+
+
+def _without_pads(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Pads set to 0: a NaN in one would reach the gradients of the projections."""
+    if key_padding_mask is None:
+        return x
+    checks.padding(key_padding_mask, (x.shape[0], x.shape[1]), x.device)
+    return x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)

@@ -1,0 +1,198 @@
+"""`SubquadCache`: what a decoder remembers between tokens, as a Hugging Face `Cache` whose layers hold subquad states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from subquad.errors import InputError, StateError, UnsupportedError
+from subquad.layer import Source
+from subquad.models.configuration import SubquadConfig
+from subquad.state import State
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step(Generic[T]):
+    """What a piece of tokens makes of a value: the new one, and a way to compute it for the first few of them only."""
+
+    new: T
+    tokens: int
+    again: Callable[[int], T]
+
+
+class Rolling(Generic[T]):
+    """A value that each piece of tokens replaces; while recording, with the way back."""
+
+    def __init__(self) -> None:
+        self.value: T | None = None
+        self.recording = False
+        self._steps: list[tuple[T | None, Step[T]]] = []
+
+    def take(self, step: Step[T]) -> None:
+        if self.recording:
+            self._steps.append((self.value, step))
+        self.value = step.new
+
+    def map(self, change: Callable[[T], T]) -> None:
+        """Change the value; what was recorded no longer leads to it."""
+        self._steps.clear()
+        if self.value is not None:
+            self.value = change(self.value)
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens`, and what was recorded."""
+        known = sum(step.tokens for _, step in self._steps)
+        if tokens > known:
+            raise StateError(
+                f"a cache goes back over the tokens it has recorded; got {tokens} to remove, and {known} are recorded. "
+                "Call activate_past_recording() before the tokens that may have to go."
+            )
+        while tokens:
+            before, step = self._steps.pop()
+            keep = max(step.tokens - tokens, 0)
+            tokens -= step.tokens - keep
+            self.value = step.again(keep) if keep else before
+        self._steps.clear()
+
+    def reset(self) -> None:
+        self.value = None
+        self._steps.clear()
+
+
+class SubquadLayer(CacheLayerMixin):
+    """One layer's part: the state of its self-attention, and the keys and values of the source it also attends to."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: Rolling[State] = Rolling()
+        self.source: Source | None = None
+
+    @property
+    def state(self) -> State | None:
+        return self.past.value
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.state, self.source) if part is not None)
+
+    @property
+    def batch_size(self) -> int:
+        if self.state is None:
+            raise AttributeError("an empty cache has no batch size yet")
+        return self.state.batch
+
+    @property
+    def record_past(self) -> bool:
+        return self.past.recording
+
+    @record_past.setter
+    def record_past(self, recording: bool) -> None:
+        self.past.recording = recording
+        if not recording:
+            self.past.crop(0)
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def get_seq_length(self) -> int:
+        return 0 if self.state is None else self.state.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def lazy_initialization(self, *_: Any) -> NoReturn:
+        self.update()
+
+    def update(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(
+            "a SubquadCache holds states of mechanisms, not another model's keys and values. Pass it to a subquad model."
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens."""
+        self.past.crop(_removed(tokens_to_remove))
+
+    def reset(self) -> None:
+        self.past.reset()
+        self.source = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.past.map(lambda state: state.reorder(beam_idx))
+        if self.source is not None:
+            self.source = self.source.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(_rows(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.reorder_cache(torch.arange(self.state.batch, device=self.state.device).repeat_interleave(repeats))
+
+
+class SubquadCache(Cache):
+    """A cache for the decoder of a subquad model; `model.generate` makes one, or takes one to go on from.
+
+    Its size is that of the mechanisms' states: constant for kernelized ones, bounded for windowed ones, growing for softmax.
+    """
+
+    def __init__(self, config: SubquadConfig) -> None:
+        if not isinstance(config, SubquadConfig):
+            raise InputError(f"SubquadCache takes the config of a subquad model; got {type(config).__name__}.")
+        decoder = config.decoder_part() if config.is_encoder_decoder else config
+        super().__init__(layers=[SubquadLayer() for _ in range(decoder.num_hidden_layers)])
+        self.position: Rolling[Tensor] = Rolling()  # (B,): real tokens so far
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        position = 0 if self.position.value is None else self.position.value.nbytes
+        return position + sum(layer.nbytes for layer in self.layers)
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        self.position.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens, as assisted decoding does; needs `activate_past_recording` before them."""
+        self.position.crop(_removed(tokens_to_remove))
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.position.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.position.map(lambda position: position.index_select(0, beam_idx.to(position.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(_rows(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.position.map(lambda position: position.repeat_interleave(repeats))
+
+
+def _removed(tokens_to_remove: int) -> int:
+    if tokens_to_remove > 0:
+        raise StateError(f"crop takes how many tokens to remove as a number below 0, as in crop(-3); got {tokens_to_remove}.")
+    return -tokens_to_remove
+
+
+def _rows(indices: Tensor) -> Tensor:
+    return indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices

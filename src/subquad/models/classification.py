@@ -1,0 +1,151 @@
+"""Classification of sequences, tokens and images.
+
+B batch, N tokens, L labels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import ImageClassifierOutput, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.utils import can_return_tuple
+
+from subquad.errors import InputError
+from subquad.models.configuration import SubquadConfig
+from subquad.models.transformer import SubquadModel, SubquadPreTrainedModel
+
+
+def pooled(hidden: Tensor, attention_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """(B, N, dim) -> (B, dim): the mean of a row's real tokens or, where only the last has seen all others, the last."""
+    if attention_mask is None:
+        return hidden[:, -1] if is_causal else hidden.mean(1)
+    real = attention_mask.to(hidden.device).bool()
+    if is_causal:
+        places = torch.arange(real.shape[1], device=real.device)
+        last = torch.where(real, places, 0).argmax(1)
+        return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
+    count = real.sum(1, keepdim=True).clamp(min=1)
+    return hidden.masked_fill(~real.unsqueeze(-1), 0).sum(1) / count
+
+
+class SubquadForSequenceClassification(SubquadPreTrainedModel):
+    """One label, several labels or a number for a whole sequence, from the mean of its tokens; of a decoder, from the last."""
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = SubquadModel(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> SequenceClassifierOutput:
+        """Logits (B, L), and with `labels` the loss: (B,) classes or numbers, (B, L) for several labels at once."""
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+        )
+        whole = pooled(outputs.last_hidden_state, attention_mask, self.config.is_decoder)
+        logits = self.classifier(self.dropout(whole))
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+class SubquadForTokenClassification(SubquadPreTrainedModel):
+    """A label for each token."""
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = SubquadModel(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> TokenClassifierOutput:
+        """Logits (B, N, L), and with `labels` (B, N), -100 for tokens that count for nothing, the mean loss."""
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config)
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+class SubquadForImageClassification(SubquadPreTrainedModel):
+    """A label for an image, read as a row of patches, from the top left; with `patch_size=1` every pixel is a token."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: SubquadConfig) -> None:
+        config = config.changed(vocab_size=None)
+        super().__init__(config)
+        height, width = config.image_sides
+        patch = config.patch_size
+        if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % patch for side in (height, width)):
+            raise InputError(
+                f"image_size must be one or two whole numbers that patch_size={patch} divides; got {config.image_size!r}."
+            )
+        self.num_labels = config.num_labels
+        self.patches = nn.Linear(config.num_channels * patch**2, config.hidden_size)
+        self.model = SubquadModel(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> ImageClassifierOutput:
+        """Logits (B, L) of images (B, channels, height, width), and with `labels` the loss."""
+        expected = (self.config.num_channels, *self.config.image_sides)
+        if not isinstance(pixel_values, Tensor) or pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != expected:
+            came = tuple(pixel_values.shape) if isinstance(pixel_values, Tensor) else type(pixel_values).__name__
+            raise InputError(f"pixel_values must be (batch, channels, height, width) = (batch, {expected}); got {came}.")
+        side = self.config.patch_size
+        patches = pixel_values.unfold(2, side, side).unfold(3, side, side)  # (B, C, rows, columns, side, side)
+        patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)  # (B, N, C side^2)
+        outputs = self.model(
+            inputs_embeds=self.patches(patches),
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+        )
+        whole = pooled(outputs.last_hidden_state, None, self.config.is_decoder)
+        logits = self.classifier(self.dropout(whole))
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

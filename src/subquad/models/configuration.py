@@ -1,0 +1,223 @@
+"""`SubquadConfig`: the sizes, the mechanisms and the positions of a transformer, in Hugging Face's names."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+from transformers.generation import GenerationConfig
+
+from subquad.errors import InputError, OptionError, UnsupportedError, closest
+from subquad.mechanisms import NEEDS, Config
+from subquad.models import methods
+from subquad.registry import require
+
+POSITIONS = ("rotary", "sinusoidal", "learned", "relative_bias", "alibi", "none")
+BIASES = ("relative_bias", "alibi")  # positions that add to the scores
+_CHOICES = {
+    "position": POSITIONS,
+    "norm": ("layer", "rms"),
+    "norm_position": ("pre", "post"),
+    "hidden_act": ("relu", "gelu", "swiglu"),
+}
+# What Hugging Face's own classes pass beside the fields below.
+_KNOWN = {
+    "num_labels", "torch_dtype", "name_or_path", "output_attentions", "attn_implementation", "experts_implementation",
+    "per_layer_config", "auto_map", "custom_pipelines", "quantization_config", "tokenizer_class", "task_specific_params",
+    "finetuning_task", "model_type",
+}  # fmt: skip
+
+
+class SubquadConfig(PreTrainedConfig):
+    """A transformer with any mechanism inside.
+
+    Args:
+        vocab_size: how many token ids there are; None for models that read no tokens.
+        hidden_size, intermediate_size: width of the tokens, and of the feed-forward layer inside.
+        num_hidden_layers: how many blocks; `num_decoder_layers` (default the same) of the decoder beside an encoder.
+        num_attention_heads, num_key_value_heads, head_dim: H, K (default H) and D (default hidden_size / H).
+        method: the mechanism of self-attention: a name, a config object such as `subquad.BigBird(block=32)`, a list with one
+            entry a layer, or a phrase such as "linear, softmax every 4th layer".
+        decoder_method: in an encoder-decoder, that of the decoder's self-attention (default `method`).
+        cross_method: that of cross-attention (default `decoder_method`).
+        position: "rotary", "sinusoidal", "learned", "relative_bias" (T5's buckets), "alibi" or "none". Positions count each
+            row's real tokens, so padding on any side does not move them. The two biases need scores to add to.
+        max_position_embeddings: the length of the learned table; no other kind has a limit.
+        rope_theta: the base of rotary positions.
+        relative_attention_num_buckets, relative_attention_max_distance: of the relative bias.
+        norm, norm_position, norm_eps: "layer" or "rms"; "pre" (with a last one after all blocks) or "post".
+        hidden_act: "relu", "gelu" or "swiglu".
+        dropout: of embeddings and of what each sub-layer adds; `attention_dropout` of attention weights.
+        attention_bias, mlp_bias: whether those projections have one.
+        is_decoder: causal, with a cache. Set by the classes that need it.
+        add_cross_attention: the blocks also attend to `encoder_hidden_states`.
+        image_size, patch_size, num_channels: of images: a side or (height, width), divided into patches, down to one pixel.
+    """
+
+    model_type: ClassVar[str] = "subquad"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    vocab_size: int | None = 32000
+    hidden_size: int = 512
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 6
+    num_decoder_layers: int | None = None
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    method: Any = "softmax"
+    decoder_method: Any = None
+    cross_method: Any = None
+    position: str = "rotary"
+    max_position_embeddings: int = 4096
+    rope_theta: float = 10000.0
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    norm: str = "layer"
+    norm_position: str = "pre"
+    norm_eps: float = 1e-5
+    hidden_act: str = "gelu"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    is_decoder: bool = False
+    add_cross_attention: bool = False
+    image_size: Any = 32
+    patch_size: int = 4
+    num_channels: int = 3
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: Any = None
+    decoder_start_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        known = {*self.__dataclass_fields__, *_KNOWN, *GenerationConfig._get_default_generation_params()}
+        for name in kwargs:
+            if name not in known and not name.startswith("_"):
+                raise OptionError(f"SubquadConfig has no field {name!r}{closest(name, self.__dataclass_fields__)}")
+        for name in ("method", "decoder_method", "cross_method"):
+            setattr(self, name, methods.from_json(getattr(self, name)))
+        super().__post_init__(**kwargs)
+        self.check()
+
+    def to_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = super().to_dict()
+        layers = self.decoder_part().num_hidden_layers if self.is_encoder_decoder else self.num_hidden_layers
+        saved["method"] = methods.to_json(self.method, self.num_hidden_layers)
+        saved["decoder_method"] = methods.to_json(self.decoder_method, layers)
+        saved["cross_method"] = methods.to_json(self.cross_method, layers)
+        return saved
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    @property
+    def self_methods(self) -> list[Config]:
+        """The mechanism of each layer's self-attention."""
+        return methods.by_layer(self.method, self.num_hidden_layers, "method")
+
+    @property
+    def cross_methods(self) -> list[Config]:
+        """The mechanism of each layer's cross-attention."""
+        method = self.method if self.cross_method is None else self.cross_method
+        return methods.by_layer(method, self.num_hidden_layers, "cross_method")
+
+    @property
+    def image_sides(self) -> tuple[int, int]:
+        """Height and width of an image."""
+        side = self.image_size
+        height, width = side if isinstance(side, (list, tuple)) and len(side) == 2 else (side, side)
+        return height, width
+
+    def encoder_part(self) -> SubquadConfig:
+        """The encoder's part of an encoder-decoder."""
+        return self.changed(is_encoder_decoder=False, is_decoder=False, add_cross_attention=False)
+
+    def decoder_part(self) -> SubquadConfig:
+        """The decoder's part of an encoder-decoder."""
+        return self.changed(
+            is_encoder_decoder=False,
+            is_decoder=True,
+            add_cross_attention=True,
+            method=self.method if self.decoder_method is None else self.decoder_method,
+            num_hidden_layers=self.num_hidden_layers if self.num_decoder_layers is None else self.num_decoder_layers,
+        )
+
+    def changed(self, **fields: Any) -> SubquadConfig:
+        """A copy with other values in some fields."""
+        config = copy.deepcopy(self)
+        for name, value in fields.items():
+            setattr(config, name, value)
+        return config
+
+    def check(self) -> None:
+        """Refuse fields that do not fit together."""
+        sizes = [
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+            "relative_attention_num_buckets", "relative_attention_max_distance", "patch_size", "num_channels",
+        ]  # fmt: skip
+        optional = ["vocab_size", "num_decoder_layers", "num_key_value_heads", "head_dim"]
+        for name in sizes + [name for name in optional if getattr(self, name) is not None]:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise InputError(f"{name} must be a whole number of at least 1; got {size!r}.")
+        for name in ("dropout", "attention_dropout"):
+            p = getattr(self, name)
+            if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
+                raise InputError(f"{name} must be a probability from 0 to below 1; got {p!r}.")
+        for name in ("norm_eps", "initializer_range"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise InputError(f"{name} must be a finite number above 0; got {value!r}.")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                near = closest(value, choices) if isinstance(value, str) else "."
+                raise OptionError(f"{name} is one of {', '.join(map(repr, choices))}; got {value!r}{near}")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise InputError(
+                f"hidden_size must be a multiple of num_attention_heads unless head_dim is given; "
+                f"got {self.hidden_size} and {self.num_attention_heads}."
+            )
+        if self.num_attention_heads % self.kv_heads:
+            raise InputError(
+                f"num_key_value_heads must divide num_attention_heads; got {self.kv_heads} and {self.num_attention_heads}."
+            )
+        self._check_methods()
+
+    def _check_methods(self) -> None:
+        if self.is_encoder_decoder:
+            self.encoder_part()._check_methods()
+            self.decoder_part()._check_methods()
+            return
+        needs = ["is_causal", "decode"] if self.is_decoder else ["bidirectional"]
+        common = {"enable_gqa": self.kv_heads != self.num_attention_heads, "dropout_p": self.attention_dropout > 0}
+        needs += [need for need, is_asked in common.items() if is_asked]
+        for layer, method in enumerate(self.self_methods):
+            self._require(method, needs, f"self-attention of layer {layer}", "method")
+            reasons = method.reasons(["attn_mask"]) if self.position in BIASES else {}
+            if reasons:
+                raise UnsupportedError(
+                    f"position={self.position!r} adds a bias to the score of every pair, which {method.info.name} cannot take "
+                    f"(layer {layer}): {reasons['attn_mask']}. Choose another position, such as 'rotary', or softmax as method."
+                )
+        if self.add_cross_attention:
+            needs = ["cross", *(need for need, is_asked in common.items() if is_asked)]
+            for layer, method in enumerate(self.cross_methods):
+                self._require(method, needs, f"cross-attention of layer {layer}", "cross_method")
+
+    @staticmethod
+    def _require(method: Config, needs: Iterable[str], where: str, field: str) -> None:
+        try:
+            require(method, needs)
+        except UnsupportedError as error:
+            asked = ", ".join(NEEDS[need] for need in needs)
+            raise UnsupportedError(f"{where} needs {asked}.\n{error}\nSet {field} to one of these.") from None

@@ -1,0 +1,65 @@
+"""What `method` of a model's config may be, by layer and in JSON.
+
+    "linear"                                 the same in all layers
+    subquad.BigBird(block=32)                with options
+    ["local", "linear", "softmax"]           one entry a layer
+    "linear, softmax every 4th layer"        layers 4, 8, 12, ... differ
+
+A saved config holds every option of each mechanism, so that later defaults change no saved model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+from subquad.errors import OptionError
+from subquad.mechanisms import Config
+from subquad.registry import resolve
+
+_EVERY = re.compile(r"\s*(?P<most>\w+)\s*,\s*(?P<other>\w+) every (?P<n>\d+)(?:st|nd|rd|th) layer\s*")
+
+
+def from_json(method: Any) -> Any:
+    """`method` with config objects where JSON has records of them; anything else as it is."""
+    if isinstance(method, (list, tuple)):
+        return [from_json(entry) for entry in method]
+    if not isinstance(method, dict):
+        return method
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in method.items() if name != "name"}
+    if "name" not in method:
+        raise OptionError(f"a method written as a record has a name, beside its options; got {method!r}.")
+    return type(resolve(method["name"]))(**options)
+
+
+def to_json(method: Any, layers: int) -> Any:
+    """The same as plain values: a record of the name and all options for each mechanism."""
+    if method is None:
+        return None
+    if isinstance(method, (list, tuple)) or _phrase(method):
+        return [to_json(entry, layers) for entry in by_layer(method, layers, "method")]
+    config = resolve(method)
+    return {"name": config.info.name, **{f.name: getattr(config, f.name) for f in fields(config)}}  # type: ignore[arg-type]
+
+
+def by_layer(method: Any, layers: int, field: str) -> list[Config]:
+    """The mechanism of each of `layers` layers."""
+    if isinstance(method, (list, tuple)):
+        if len(method) != layers:
+            raise OptionError(
+                f"{field} as a list has one entry a layer, {layers} of them; got {len(method)}. "
+                'For a pattern write, for example, "linear, softmax every 4th layer".'
+            )
+        return [resolve(from_json(entry)) for entry in method]
+    if phrase := _phrase(method):
+        step = int(phrase["n"])
+        if not 1 <= step <= layers:
+            raise OptionError(f"{field}={method!r} needs a step from 1 to the number of layers, {layers}; got {step}.")
+        most, other = resolve(phrase["most"]), resolve(phrase["other"])
+        return [other if layer % step == 0 else most for layer in range(1, layers + 1)]
+    return [resolve(from_json(method))] * layers
+
+
+def _phrase(method: Any) -> re.Match[str] | None:
+    return _EVERY.fullmatch(method) if isinstance(method, str) else None

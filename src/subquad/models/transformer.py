@@ -1,0 +1,256 @@
+"""`SubquadModel`: embeddings, positions, blocks. An encoder; with `is_decoder`, a causal decoder with a cache.
+
+B batch, N tokens, M tokens of an encoder's output.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.utils import can_return_tuple
+
+from subquad.api import Mechanism
+from subquad.errors import InputError, StateError
+from subquad.models import inputs
+from subquad.models.block import Block, norm
+from subquad.models.cache import Step, SubquadCache
+from subquad.models.configuration import SubquadConfig
+from subquad.models.positions import BIASES, EMBEDDED
+from subquad.rotary import positions
+
+
+class SubquadPreTrainedModel(PreTrainedModel):
+    """What all subquad models have in common: initial weights, and strict loading."""
+
+    config_class = SubquadConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False
+    _no_split_modules = ("Block",)
+    _skip_keys_device_placement = ("past_key_values",)
+
+    def __init__(self, config: SubquadConfig) -> None:
+        if not isinstance(config, SubquadConfig):
+            raise InputError(f"{type(self).__name__} takes a SubquadConfig; got {type(config).__name__}.")
+        config.check()
+        super().__init__(config)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Mechanism):
+            for name, initial in module.initial_weights().items():
+                init.copy_(getattr(module, name), initial)
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, strict: bool = True, **kwargs: Any) -> Any:
+        """As Hugging Face's, but weights that are missing, surplus or of another shape are an error.
+
+        Args:
+            strict: False starts missing weights anew and leaves surplus ones out, as when a new head goes on a trained model.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        if strict:
+            _refuse_misfits(cls.__name__, path, info)
+        for module in model.modules():
+            if isinstance(module, Mechanism):
+                module.take_seed()
+        return (model, info) if wants_info else model
+
+
+def _refuse_misfits(model: str, path: object, info: dict[str, Any]) -> None:
+    misfits = [
+        ("missing", sorted(info["missing_keys"])),
+        ("surplus", sorted(info["unexpected_keys"])),
+        ("of another shape", sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"])),
+    ]
+    lines = "".join(f"\n  - {kind}: {_some(names)}" for kind, names in misfits if names)
+    if lines:
+        raise InputError(
+            f"the weights in {path} are not those of {model} with this config:{lines}\n"
+            "Load with the class and config that saved them, or with strict=False, which starts missing weights anew and "
+            "leaves surplus ones out."
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+class SubquadModel(SubquadPreTrainedModel):
+    """A stack of blocks over embedded tokens: an encoder, or with `config.is_decoder` a decoder."""
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        if config.is_encoder_decoder:
+            raise InputError(
+                "SubquadModel is an encoder or a decoder; this config is of both. Use SubquadForConditionalGeneration, "
+                "whose encoder and decoder are SubquadModels."
+            )
+        self.embed_tokens = (
+            None if config.vocab_size is None else nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        )
+        self.positions = EMBEDDED[config.position](config) if config.position in EMBEDDED else None
+        self.bias = BIASES[config.position](config) if config.position in BIASES else None
+        self.dropout = nn.Dropout(config.dropout)
+        across = config.cross_methods if config.add_cross_attention else [None] * config.num_hidden_layers
+        self.layers = nn.ModuleList(Block(config, *pair) for pair in zip(config.self_methods, across, strict=True))
+        self.norm = norm(config) if config.norm_position == "pre" else None
+        self.gradient_checkpointing = False
+        _lend(self.layers)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: SubquadCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Hidden states (B, N, hidden_size) of `input_ids` (B, N), or of `inputs_embeds`.
+
+        Args:
+            attention_mask: (B, past + N), 1 for real tokens and 0 for pads, on any side.
+            encoder_hidden_states, encoder_attention_mask: (B, M, hidden_size) and (B, M), for cross-attention.
+            past_key_values: a `SubquadCache`; these tokens go on from it, and it takes them up.
+            use_cache: return a cache; by default a decoder does in evaluation mode.
+        """
+        config = self.config
+        inputs.tokens("input_ids", input_ids, inputs_embeds, config.vocab_size)
+        inputs.cache(past_key_values, config.num_hidden_layers, config.is_decoder, use_cache)
+        _refuse_attentions(output_attentions, config)
+        if self.embed_tokens is not None and input_ids is not None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        assert inputs_embeds is not None
+        past = self._cache(past_key_values, use_cache)
+        batch, length = inputs_embeds.shape[:2]
+        seen = 0 if past is None else past.get_seq_length()
+        mask = inputs.padding("attention_mask", attention_mask, (batch, length), seen)
+        source_mask = self._check_source(encoder_hidden_states, encoder_attention_mask, past)
+
+        start = None if past is None else past.position.value
+        start = torch.zeros(batch, dtype=torch.int64, device=inputs_embeds.device) if start is None else start
+        if start.shape[0] != batch:
+            raise StateError(f"a cache goes on with its batch size; it has {start.shape[0]}, and here are {batch}.")
+        position, after = positions(start, length, mask)
+        x = inputs_embeds if self.positions is None else self.positions(inputs_embeds, position, seen + length)
+        bias = self._bias(position, seen, attention_mask, start, x.dtype)
+
+        x = self.dropout(x)
+        hidden: list[Tensor] = [x]
+        remembered = [None] * len(self.layers) if past is None else past.layers
+        steps = []
+        for block, layer in zip(self.layers, remembered, strict=True):
+            x, *step = block(
+                x,
+                key_padding_mask=mask,
+                bias=bias,
+                remembered=layer,
+                source=encoder_hidden_states,
+                source_mask=source_mask,
+            )
+            hidden.append(x)
+            steps.append(step)
+        if self.norm is not None:
+            x = hidden[-1] = self.norm(x)
+        if past is not None:  # only now, so that a refused call changes nothing
+            for layer, (step, source) in zip(past.layers, steps, strict=True):
+                layer.past.take(step)
+                layer.source = source
+            past.position.take(Step(after, length, lambda keep: _after(start, keep, mask)))
+        shows_hidden = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=x, past_key_values=past, hidden_states=tuple(hidden) if shows_hidden else None
+        )
+
+    def _cache(self, past: SubquadCache | None, use_cache: bool | None) -> SubquadCache | None:
+        if use_cache is None:
+            use_cache = past is not None or (self.config.is_decoder and self.config.use_cache and not self.training)
+        if past is not None and not use_cache:
+            raise InputError(
+                "got past_key_values and use_cache=False; a cache that is passed takes up the new tokens. Drop one."
+            )
+        if not use_cache:
+            return None
+        if self.training and self.is_gradient_checkpointing:
+            raise InputError(
+                "gradient checkpointing computes states twice, so it has no cache; pass use_cache=False, or eval()."
+            )
+        return SubquadCache(self.config) if past is None else past
+
+    def _check_source(self, source: Tensor | None, mask: Tensor | None, past: SubquadCache | None) -> Tensor | None:
+        is_read = past is not None and past.layers[0].source is not None
+        if not self.config.add_cross_attention:
+            if source is not None or mask is not None:
+                raise InputError(
+                    "this model has no cross-attention; leave encoder_hidden_states out, or set add_cross_attention."
+                )
+            return None
+        if source is None:
+            if is_read:
+                return None
+            raise InputError("this model attends to an encoder's output; pass encoder_hidden_states.")
+        return inputs.padding("encoder_attention_mask", mask, (source.shape[0], source.shape[1]), 0)
+
+    def _bias(
+        self, position: Tensor, seen: int, attention_mask: Tensor | None, start: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        """What the positions add to the scores, (B or 1, H, N, past + N)."""
+        if self.bias is None:
+            return None
+        if attention_mask is None:
+            if seen and bool((start != seen).any()):
+                raise InputError("the cache has seen pads; pass the attention_mask of all tokens, (batch, past + new).")
+            query = torch.arange(seen, seen + position.shape[1], device=position.device)[None]
+            key = torch.arange(seen + position.shape[1], device=position.device)[None]
+            return self.bias(query, key).to(dtype)
+        key = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        return self.bias(key[:, seen:], key).to(dtype)
+
+
+def _after(start: Tensor, keep: int, mask: Tensor | None) -> Tensor:
+    return positions(start, keep, None if mask is None else mask[:, :keep])[1]
+
+
+def _refuse_attentions(output_attentions: bool | None, config: SubquadConfig) -> None:
+    if config.output_attentions if output_attentions is None else output_attentions:
+        raise InputError(
+            "output_attentions asks for every weight of a query and a key, which these mechanisms never compute; leave it out. "
+            "`subquad show` draws who attends to whom."
+        )
+
+
+def _lend(layers: nn.ModuleList) -> None:
+    """Layers whose mechanism shares its parameters across the model use those of the first such layer."""
+    for kind in ("self_attn", "cross_attn"):
+        lenders: list[Mechanism] = []
+        for layer in layers:
+            attention = getattr(layer, kind)
+            if attention is None or not attention.mechanism.config.lends_parameters:
+                continue
+            mechanism = attention.mechanism
+            lender = next((m for m in lenders if m.config == mechanism.config), None)
+            if lender is None:
+                lenders.append(mechanism)
+            else:
+                mechanism.borrow_parameters(lender)
