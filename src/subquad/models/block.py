@@ -20,13 +20,16 @@ from subquad.models.configuration import SubquadConfig
 from subquad.state import State
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
+
+
 class FeedForward(nn.Module):
     """W2 act(W1 x), or W2 (silu(W1 x) * W3 x) for SwiGLU (Shazeer, 2020, arXiv:2002.05202)."""
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__()
         dim, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.act: Callable[[Tensor], Tensor] = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}[config.hidden_act]
+        self.act = _ACTIVATIONS[config.hidden_act]
         self.up_proj = nn.Linear(dim, inner, bias=bias)
         self.gate_proj = nn.Linear(dim, inner, bias=bias) if config.hidden_act == "swiglu" else None
         self.down_proj = nn.Linear(inner, dim, bias=bias)
