@@ -19,7 +19,6 @@ from subquad.models.cache import Step, SubquadLayer
 from subquad.models.configuration import SubquadConfig
 from subquad.state import State
 
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
 
 
