@@ -21,6 +21,7 @@ def test_methods():
     causal = ["softmax", *kernelized, "local", "longformer", "bigbird", "reformer", "routing", "pooled"]
     assert sq.methods(is_causal=True) == sq.methods(is_causal=True, decode=True) == causal
     assert sq.methods(cross=True) == ["softmax", *kernelized, "clustered", "linformer", "induced"]
+    assert set(sq.methods(cross=True)) - set(sq.methods(decoder_cross=True)) == {"clustered"}
     assert sq.methods(is_causal=False) == sq.methods()
 
 

@@ -23,6 +23,7 @@ NEEDS: Mapping[str, str] = MappingProxyType(
         "is_causal": "causal attention",
         "bidirectional": "bidirectional attention",
         "cross": "cross-attention, M keys for N queries",
+        "decoder_cross": "cross-attention of a decoder, whose queries may not see each other",
         "key_padding_mask": "a key_padding_mask",
         "attn_mask": "an attn_mask",
         "scale": "a scale",
@@ -33,7 +34,7 @@ NEEDS: Mapping[str, str] = MappingProxyType(
         "functional": "a plain function call, without a module",
     }
 )
-_IMPLIED = {"decode": "is_causal", "cross": "bidirectional"}
+_IMPLIED = {"decode": {"is_causal"}, "cross": {"bidirectional"}, "decoder_cross": {"cross", "bidirectional"}}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,7 +177,7 @@ class Config(ABC):
     def reasons(self, needs: Iterable[str]) -> dict[str, str]:
         """Why these options cannot meet `needs`: need -> reason. Empty if they can."""
         needs = set(needs)
-        needs |= {_IMPLIED[need] for need in needs if need in _IMPLIED}
+        needs = needs.union(*(_IMPLIED.get(need, ()) for need in needs))
         return {need: reason for need, reason in self.refuses.items() if need in needs}
 
     @property

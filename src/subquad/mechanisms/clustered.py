@@ -35,6 +35,7 @@ INFO = Info(
     random="the directions whose signs are the codes",
     refuses={
         "is_causal": "clusters are formed over all queries, later ones included",
+        "decoder_cross": "clusters are formed over all queries, so that each would see those after it",
         "attn_mask": "queries of a cluster share their weights, so no pair of a query and a key can be masked alone",
         "dropout_p": "queries of a cluster share their weights, so none is dropped alone; put dropout on the output instead",
         "decode": "every new query would change the clusters of those before",

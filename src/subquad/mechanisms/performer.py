@@ -100,6 +100,7 @@ class Performer(Kernelized):
         return {
             **self.info.refuses,
             "is_causal": "kind='favor++' without p measures p on the whole sequence, the future included; set p",
+            "decoder_cross": "kind='favor++' without p measures p on all queries, so that each would see those after it; set p",
             "key_padding_mask": "kind='favor++' without p measures p on all queries, those of pads included; set p",
         }
 

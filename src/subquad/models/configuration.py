@@ -210,7 +210,7 @@ class SubquadConfig(PreTrainedConfig):
                     f"(layer {layer}): {reasons['attn_mask']}. Choose another position, such as 'rotary', or softmax as method."
                 )
         if self.add_cross_attention:
-            needs = ["cross", *(need for need, is_asked in common.items() if is_asked)]
+            needs = ["decoder_cross" if self.is_decoder else "cross", *(need for need, is_asked in common.items() if is_asked)]
             for layer, method in enumerate(self.cross_methods):
                 self._require(method, needs, f"cross-attention of layer {layer}", "cross_method")
 
