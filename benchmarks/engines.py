@@ -12,10 +12,7 @@ against log(length). Memory is a child process's peak above its inputs.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,11 +25,13 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import subquad as sq
 from subquad import reference
 from subquad.registry import resolve
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
+from benchmarks.common import command, machine, middle, new_table, numbers, write
 
 HEADS, HEAD_DIM = 8, 64
 PASSES = ("forward", "training")  # training: forward and backward
@@ -76,12 +75,12 @@ def main() -> None:
     parser.add_argument("--memory-length", type=int, default=1_000_000, help="tokens for the kernelized memory table; 0: none")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
-    methods, lengths = options.methods.split(";"), _numbers(options.lengths)
+    methods, lengths = options.methods.split(";"), numbers(options.lengths)
 
     for method in methods:
         check_agreement(method)
     results: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/engines.py", *sys.argv[1:]]),
+        "command": command(__file__, sys.argv[1:]),
         "machine": machine(),
         "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
         "time": [],
@@ -91,26 +90,20 @@ def main() -> None:
 
     def keep() -> None:
         if options.out:
-            temporary = options.out.with_suffix(".part")
-            temporary.write_text(json.dumps(results, indent=2) + "\n")
-            os.replace(temporary, options.out)
+            write(options.out, results)
 
     for length in lengths:
         for is_causal, which in ((False, "forward"), (True, "forward"), (False, "training")):
             results["time"] += measure(methods, length, options.rounds if length <= 4096 else 3, is_causal, which)
             keep()
     if options.growth:
-        results["growth"] = growth(methods, _numbers(options.growth))
+        results["growth"] = growth(methods, numbers(options.growth))
         keep()
     if options.memory_length:
         kernelized = [m for m in methods if resolve_at(m, 1).info.engine == "kernelized"]
         results["memory"] = [memory(m, options.memory_length, c) for m in kernelized for c in (False, True)]
     show(results)
     keep()
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
 
 
 def resolve_at(method: str, length: int) -> sq.Config:
@@ -162,8 +155,7 @@ def measure(methods: list[str], length: int, rounds: int, is_causal: bool, which
     seconds = timed({name: runner(name, length, is_causal, which) for name in names}, rounds, which, label)
     rows: list[dict[str, object]] = []
     for method, taken in seconds.items():
-        ratios = sorted(s / t for s, t in zip(seconds["sdpa"], taken, strict=True))
-        tenths = statistics.quantiles(ratios, n=10) if len(ratios) > 9 else [ratios[0], ratios[-1]]
+        ratios = [s / t for s, t in zip(seconds["sdpa"], taken, strict=True)]
         rows.append(
             {
                 "length": length,
@@ -173,7 +165,7 @@ def measure(methods: list[str], length: int, rounds: int, is_causal: bool, which
                 "rounds": rounds,
                 "milliseconds": round(statistics.median(taken) * 1e3, 3),
                 "times_sdpa": round(statistics.median(ratios), 3),
-                "times_sdpa_80_percent": [round(tenths[0], 3), round(tenths[-1], 3)],
+                "times_sdpa_80_percent": [round(edge, 3) for edge in middle(ratios)],
             }
         )
     return rows
@@ -235,53 +227,29 @@ def memory(method: str, length: int, is_causal: bool) -> dict[str, object]:
     return {"length": length, "method": method, "is_causal": is_causal, "peak_over_inputs_and_output": multiple}
 
 
-def machine() -> dict[str, object]:
-    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "subquad": sq.__version__,
-    }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def show(results: dict[str, Any]) -> None:
     console = Console()
     console.print(results["machine"])
     title = f"B=1, H={HEADS}, D={HEAD_DIM}, float32; times faster than SDPA of the same kind"
-    table = _table(title, "tokens", "pass", "causal", "method", "ms", "times SDPA", "80% of rounds")
+    table = new_table(title, "tokens", "pass", "causal", "method", "ms", "times SDPA", "80% of rounds")
     for row in results["time"]:
         low, high = row["times_sdpa_80_percent"]
         cells = f"{row['length']:,}", row["pass"], "yes" if row["is_causal"] else "no", row["method"]
         table.add_row(*cells, f"{row['milliseconds']:.2f}", f"{row['times_sdpa']:.2f}", f"{low:.2f} - {high:.2f}")
     console.print(table)
     if results["growth"]:
-        table = _table("Growth with the length: slopes of log(time) and log(memory)", "method", "time", "memory", "cost")
+        table = new_table("Growth with the length: slopes of log(time) and log(memory)", "method", "time", "memory", "cost")
         for row in results["growth"]:
             cost = "linear" if row["is_linear"] else "more than linear"
             table.add_row(row["method"], f"{row['time_slope']:.2f}", f"{row['memory_slope']:.2f}", cost)
         console.print(table)
     if results["memory"]:
         title = "Peak memory added by a forward pass, H=1, D=64, as a multiple of inputs + output"
-        table = _table(title, "tokens", "method", "causal", "multiple")
+        table = new_table(title, "tokens", "method", "causal", "multiple")
         for row in results["memory"]:
             causal = "yes" if row["is_causal"] else "no"
             table.add_row(f"{row['length']:,}", row["method"], causal, f"{row['peak_over_inputs_and_output']:.2f}")
         console.print(table)
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("method", "pass", "cost") else "right")
-    return table
 
 
 if __name__ == "__main__":
