@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from subquad import checks
 from subquad.errors import InputError, OptionError
 from subquad.mechanisms import Call, Config, Spec
+from subquad.recomputation import Met, is_recomputing
 from subquad.registry import require, resolve
 from subquad.state import State
 
@@ -112,7 +113,7 @@ class Mechanism(nn.Module):
         self.config = resolve(method)
         self.spec = Spec(heads, kv_heads, head_dim, value_dim, dim)
         self._lender: Mechanism | None = None
-        self._before: dict[str, Tensor] = {}  # buffers as the last forward pass in training met them
+        self._met = Met()
         for name, parameter in self.config.parameters(self.spec).items():
             self.register_parameter(name, nn.Parameter(parameter))
         default = torch.empty(0)  # its device and dtype are the current defaults
@@ -162,13 +163,16 @@ class Mechanism(nn.Module):
             hidden=hidden,
             global_mask=global_mask,
         )
+        if not self.training or not self.config.info.updates or "decode" in call.needs:
+            return _run(self.config, call)
+        if is_recomputing():
+            return _run(self.config, replace(call, weights={**call.weights, **self._met.recall(query)}))
         result = _run(self.config, call)
-        if self.training and self.config.info.updates and "decode" not in call.needs and not _is_recomputing():
-            with torch.no_grad():
-                new = self.config.update(call)
-                self._before = {name: self.get_buffer(name).clone() for name in new}
-                for name, value in new.items():
-                    self.get_buffer(name).copy_(value)
+        with torch.no_grad():
+            new = self.config.update(call)
+            self._met.remember(query, {name: self.get_buffer(name) for name in new})
+            for name, value in new.items():
+                self.get_buffer(name).copy_(value)
         return result
 
     def borrow_parameters(self, lender: Mechanism) -> None:
@@ -180,10 +184,7 @@ class Mechanism(nn.Module):
         object.__setattr__(self, "_lender", lender)  # not as a child, whose parameters would be listed here again
 
     def _weights(self) -> dict[str, Tensor]:
-        weights = {**dict((self._lender or self).named_parameters()), **dict(self.named_buffers())}
-        if self._before and _is_recomputing():
-            weights |= self._before
-        return weights
+        return {**dict((self._lender or self).named_parameters()), **dict(self.named_buffers())}
 
     def redraw(self, seed: int) -> None:
         """Draw the random buffers anew, from `seed`. A decode state from before no longer fits."""
@@ -212,11 +213,6 @@ class Mechanism(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"heads={self.spec.heads}, kv_heads={self.spec.kv_heads}, head_dim={self.spec.head_dim}"
         return f"{self.config}, {sizes}"
-
-
-def _is_recomputing() -> bool:
-    """Whether a backward pass runs this forward pass again, as activation checkpointing does."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _take_seed(mechanism: Mechanism, _: object) -> None:

@@ -108,9 +108,6 @@ def test_buckets_are_t5s(buckets, max_distance, is_decoder):
     assert len(set(found.tolist())) == buckets - (not is_decoder)  # both ways, 0 is taken once
 
 
-@pytest.mark.xfail(
-    strict=True, reason="log(far / exact) / log(max_distance / exact) is rounded below the whole number at a border"
-)
 def test_a_border_belongs_to_the_farther_bucket():
     """5 (160/5)^(1/5) = 10 exactly. T5's float32 has these right, and others wrong, such as 54 of 48 buckets up to 81."""
     buckets = {"relative_attention_num_buckets": 10, "relative_attention_max_distance": 160}
@@ -182,11 +179,10 @@ def test_alibis_slopes_are_blooms(heads):
     torch.testing.assert_close(torch.tensor(slopes, dtype=torch.float64), published, rtol=1e-6, atol=0)
 
 
-@pytest.mark.xfail(strict=True, reason="the slopes are in the default precision, float32, whatever the model's")
 def test_alibis_bias_has_the_precision_of_the_model():
     """12 heads have slopes such as 2^-0.5, which float32 rounds."""
     alibi = Alibi(config(num_attention_heads=12)).double()
-    found = alibi(torch.tensor([[9]]), torch.tensor([[0]])).double().flatten()
+    found = alibi(torch.tensor([[9]]), torch.tensor([[0]]), torch.float64).double().flatten()
     assert_close(found, torch.tensor(alibi.slopes(), dtype=torch.float64) * -9)
 
 

@@ -52,7 +52,7 @@ class Routing(Bucketed):
         clusters: b, how many centroids a head has.
         chunk: C, how far a query sees among the tokens near its centroid.
         decay: how much of a centroid a call in training keeps; below 1. Every forward pass in train mode moves the centroids,
-            also one that activation checkpointing repeats; but none with a decode state.
+            but none with a decode state. One that activation checkpointing repeats meets them where they were, and moves none.
         seed: what the centroids' initial values are drawn from.
     """
 

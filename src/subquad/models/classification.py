@@ -134,7 +134,8 @@ class SubquadForImageClassification(SubquadPreTrainedModel):
         expected = (self.config.num_channels, *self.config.image_sides)
         if not isinstance(pixel_values, Tensor) or pixel_values.dim() != 4 or tuple(pixel_values.shape[1:]) != expected:
             came = tuple(pixel_values.shape) if isinstance(pixel_values, Tensor) else type(pixel_values).__name__
-            raise InputError(f"pixel_values must be (batch, channels, height, width) = (batch, {expected}); got {came}.")
+            sizes = ", ".join(map(str, expected))
+            raise InputError(f"pixel_values must be (batch, channels, height, width) = (batch, {sizes}); got {came}.")
         side = self.config.patch_size
         patches = pixel_values.unfold(2, side, side).unfold(3, side, side)  # (B, C, rows, columns, side, side)
         patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)  # (B, N, C side^2)

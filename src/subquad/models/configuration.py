@@ -45,7 +45,7 @@ class SubquadConfig(PreTrainedConfig):
         cross_method: that of cross-attention (default `decoder_method`).
         position: "rotary", "sinusoidal", "learned", "relative_bias" (T5's buckets), "alibi" or "none". Positions count each
             row's real tokens, so padding on any side does not move them. The two biases need scores to add to.
-        max_position_embeddings: the length of the learned table; no other kind has a limit.
+        max_position_embeddings: the length of the learned table (default 4096); no other kind has a limit.
         rope_theta: the base of rotary positions.
         relative_attention_num_buckets, relative_attention_max_distance: of the relative bias.
         norm, norm_position, norm_eps: "layer" or "rms"; "pre" (with a last one after all blocks) or "post".
@@ -72,7 +72,7 @@ class SubquadConfig(PreTrainedConfig):
     decoder_method: Any = None
     cross_method: Any = None
     position: str = "rotary"
-    max_position_embeddings: int = 4096
+    max_position_embeddings: int | None = None
     rope_theta: float = 10000.0
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
@@ -104,6 +104,8 @@ class SubquadConfig(PreTrainedConfig):
                 raise OptionError(f"SubquadConfig has no field {name!r}{closest(name, self.__dataclass_fields__)}")
         for name in ("method", "decoder_method", "cross_method"):
             setattr(self, name, methods.from_json(getattr(self, name)))
+        if self.position == "learned" and self.max_position_embeddings is None:
+            self.max_position_embeddings = 4096
         super().__post_init__(**kwargs)
         self.check()
 
@@ -161,10 +163,10 @@ class SubquadConfig(PreTrainedConfig):
     def check(self) -> None:
         """Refuse fields that do not fit together."""
         sizes = [
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
-            "relative_attention_num_buckets", "relative_attention_max_distance", "patch_size", "num_channels",
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "num_channels",
+            "relative_attention_num_buckets", "relative_attention_max_distance",
         ]  # fmt: skip
-        optional = ["vocab_size", "num_decoder_layers", "num_key_value_heads", "head_dim"]
+        optional = ["vocab_size", "num_decoder_layers", "num_key_value_heads", "head_dim", "max_position_embeddings"]
         for name in sizes + [name for name in optional if getattr(self, name) is not None]:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:

@@ -6,6 +6,7 @@ B batch, H heads, N queries, M keys.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,10 @@ from subquad.models.configuration import SubquadConfig
 
 
 class Sinusoidal(nn.Module):
-    """sqrt(dim) x + [sin(p f), cos(p f)],  f_c = 10000^(-2c/dim). Vaswani et al., 2017, arXiv:1706.03762, section 3.5."""
+    """sqrt(dim) x + [sin(p f), cos(p f)],  f_c = 10000^(-2c/dim). Vaswani et al., 2017, arXiv:1706.03762, section 3.5.
+
+    An odd dim has the sines and cosines of dim + 1, without the last one.
+    """
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__()
@@ -72,18 +76,22 @@ class RelativeBias(nn.Module):
                 f"got {self.max_distance}."
             )
 
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, H, N, M) for positions (B, N) and (B, M)."""
-        return self.table(self.bucket(key[:, None, :] - query[:, :, None])).movedim(-1, 1)
+        return self.table(self.bucket(key[:, None, :] - query[:, :, None])).movedim(-1, 1).to(dtype)
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each distance j - i."""
-        exact = self._exact
         far = distance.neg().clamp(min=0) if self.is_causal else distance.abs()
-        share = torch.log(far.clamp(min=1).double() / exact) / math.log(self.max_distance / exact)
-        logarithmic = exact + (share * (self._each - exact)).long().clamp(max=self._each - exact - 1)
-        bucket = torch.where(far < exact, far, logarithmic)
+        borders = torch.tensor(self.borders(), dtype=far.dtype, device=far.device)
+        bucket = far.clamp(max=self._exact) + torch.bucketize(far, borders, right=True)
         return bucket if self.is_causal else bucket + (distance > 0) * self._each
+
+    def borders(self) -> list[int]:
+        """The least distance of each bucket beyond the first with several: exact (max/exact)^(k/n), rounded up, k = 1..n-1."""
+        n, exact, longest = self._each - self._exact, self._exact, self.max_distance
+        powers = (exact ** (n - k) * longest**k for k in range(1, n))  # whole numbers, so that no border is rounded away
+        return [bisect_left(range(longest), power, key=lambda distance: distance**n) for power in powers]
 
     @property
     def _each(self) -> int:
@@ -102,9 +110,9 @@ class Alibi(nn.Module):
         super().__init__()
         self.heads = config.num_attention_heads
 
-    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, H, N, M) for positions (B, N) and (B, M)."""
-        slope = torch.tensor(self.slopes(), device=query.device)[:, None, None]
+        slope = torch.tensor(self.slopes(), device=query.device, dtype=dtype)[:, None, None]
         return -slope * (key[:, None, :] - query[:, :, None]).abs().unsqueeze(1)
 
     def slopes(self) -> list[float]:

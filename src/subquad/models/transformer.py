@@ -6,6 +6,7 @@ B batch, N tokens, M tokens of an encoder's output.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -56,28 +57,32 @@ class SubquadPreTrainedModel(PreTrainedModel):
             strict: False starts missing weights anew and leaves surplus ones out, as when a new head goes on a trained model.
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        if strict:
-            _refuse_misfits(cls.__name__, path, info)
+        may_differ = kwargs.pop("ignore_mismatched_sizes", False)
+        model, info = super().from_pretrained(path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+        misfits = {"missing": info["missing_keys"], "surplus": info["unexpected_keys"]} if strict else {}
+        if not may_differ:
+            misfits["of another shape"] = [_mismatch(*key) for key in info["mismatched_keys"]]
+        _refuse(misfits, cls.__name__, path)
         for module in model.modules():
             if isinstance(module, Mechanism):
                 module.take_seed()
+        for weight in (*model.parameters(), *model.buffers()):
+            weight.data = weight.data.clone()  # kernels round differently where a file has left a tensor unaligned
         return (model, info) if wants_info else model
 
 
-def _refuse_misfits(model: str, path: object, info: dict[str, Any]) -> None:
-    misfits = [
-        ("missing", sorted(info["missing_keys"])),
-        ("surplus", sorted(info["unexpected_keys"])),
-        ("of another shape", sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"])),
-    ]
-    lines = "".join(f"\n  - {kind}: {_some(names)}" for kind, names in misfits if names)
+def _refuse(misfits: dict[str, Iterable[str]], model: str, path: object) -> None:
+    lines = "".join(f"\n  - {kind}: {_some(sorted(names))}" for kind, names in misfits.items() if names)
     if lines:
         raise InputError(
             f"the weights in {path} are not those of {model} with this config:{lines}\n"
             "Load with the class and config that saved them, or with strict=False, which starts missing weights anew and "
             "leaves surplus ones out."
         )
+
+
+def _mismatch(name: str, saved: torch.Size, expected: torch.Size) -> str:
+    return f"{name} {tuple(saved)} instead of {tuple(expected)}"
 
 
 def _some(names: list[str]) -> str:
@@ -223,9 +228,9 @@ class SubquadModel(SubquadPreTrainedModel):
                 raise InputError("the cache has seen pads; pass the attention_mask of all tokens, (batch, past + new).")
             query = torch.arange(seen, seen + position.shape[1], device=position.device)[None]
             key = torch.arange(seen + position.shape[1], device=position.device)[None]
-            return self.bias(query, key).to(dtype)
+            return self.bias(query, key, dtype)
         key = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-        return self.bias(key[:, seen:], key).to(dtype)
+        return self.bias(key[:, seen:], key, dtype)
 
 
 def _after(start: Tensor, keep: int, mask: Tensor | None) -> Tensor:

@@ -1,0 +1,198 @@
+"""Wrong input gets one clear error: the rule, what came, what to do."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import subquad as sq
+from subquad.models import (
+    SubquadCache,
+    SubquadConfig,
+    SubquadForCausalLM,
+    SubquadForConditionalGeneration,
+    SubquadForImageClassification,
+    SubquadForMaskedLM,
+    SubquadModel,
+)
+from tests.models.small import causal_lm, config, tokens, translator
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hidden_sice": 32}, "no field 'hidden_sice'; did you mean 'hidden_size'"),
+        ({"hidden_size": 0}, "hidden_size must be a whole number of at least 1; got 0"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers must be a whole number of at least 1; got 2.0"),
+        ({"hidden_size": 25}, "hidden_size must be a multiple of num_attention_heads unless head_dim is given; got 25 and 3"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads must divide num_attention_heads; got 2 and 3"),
+        ({"dropout": 1.0}, "dropout must be a probability from 0 to below 1; got 1.0"),
+        ({"position": "sinus"}, "position is one of 'rotary', .*; got 'sinus'; did you mean 'sinusoidal'"),
+        ({"norm": "batch"}, "norm is one of 'layer', 'rms'; got 'batch'"),
+        ({"norm_position": None}, "norm_position is one of 'pre', 'post'; got None"),
+        ({"hidden_act": "swish"}, "hidden_act is one of .*; got 'swish'"),
+        ({"norm_eps": 0}, "norm_eps must be a finite number above 0; got 0"),
+        ({"method": "linaer"}, "no method is called 'linaer'; did you mean 'linear'"),
+        ({"method": ["linear"] * 3}, "method as a list has one entry a layer, 2 of them; got 3"),
+        ({"method": "linear, softmax every 4th layer"}, "a step from 1 to the number of layers, 2; got 4"),
+        ({"method": "linear, sofmax every 2nd layer"}, "no method is called 'sofmax'"),
+        ({"method": {"block": 3}}, "a method written as a record has a name"),
+        ({"method": {"name": "bigbird", "blok": 3}}, "BigBird has no option 'blok'; did you mean 'block'"),
+        ({"method": 3}, "method is a name or a config object"),
+        ({"attention_dropout": 0.1, "method": "linear"}, "(?s)layer 0 needs .*dropout.*linear cannot"),
+        ({"position": "alibi", "method": "linear"}, "position='alibi' adds a bias .* linear cannot take .layer 0.: the sum"),
+        ({"position": "relative_bias", "method": ["softmax", "local"]}, "local cannot take .layer 1."),
+        ({"method": "linear", "cross_method": "local", "add_cross_attention": True}, "(?s)cross-attention of layer 0.*local"),
+        ({"method": "nystrom", "is_decoder": True}, "(?s)self-attention of layer 0 needs causal.*Set method to one of these"),
+        ({"method": "nystrom", "is_encoder_decoder": True}, "(?s)needs causal attention"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(fields, said):
+    with pytest.raises(sq.SubquadError, match=said):
+        config(**fields)
+
+
+def test_a_config_changed_later_is_refused_by_the_model():
+    changed = config("linear")
+    changed.position = "alibi"
+    with pytest.raises(sq.UnsupportedError, match="position='alibi'"):
+        SubquadModel(changed)
+
+
+def test_a_decoder_may_not_see_its_later_queries_through_cross_attention():
+    for cross in ("clustered", sq.Performer(kind="favor++")):
+        with pytest.raises(sq.UnsupportedError, match=r"(?s)cross-attention of layer 0.*would see those after it"):
+            SubquadForConditionalGeneration(config(cross_method=cross))
+
+
+@pytest.mark.parametrize("bad", [-1, 53, 10**6])
+def test_ids_outside_the_vocabulary(bad):
+    ids, _ = tokens()
+    ids[1, 5] = bad
+    said = f"must lie in the vocabulary, 0 to 52; got {bad} in row 1, place 5"
+    with pytest.raises(sq.InputError, match=f"input_ids {said}"):
+        causal_lm("linear")(ids)
+    with pytest.raises(sq.InputError, match=f"labels {said}"):
+        causal_lm("linear")(tokens()[0], labels=ids)
+    with pytest.raises(sq.InputError, match=f"decoder_input_ids {said}"):
+        translator("linear")(tokens()[0], decoder_input_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (torch.zeros(3, 5), r"integer token ids, .batch, length.; got \(3, 5\) torch.float32"),
+        (torch.zeros(5, dtype=torch.int64), r"got \(5,\)"),
+        ([[1, 2]], "got list"),
+        (None, "pass exactly one of input_ids and inputs_embeds; got neither"),
+    ],
+)
+def test_ids_of_the_wrong_kind(ids, said):
+    with pytest.raises(sq.InputError, match=said):
+        causal_lm("linear")(ids)
+
+
+def test_both_ids_and_embeddings():
+    with pytest.raises(sq.InputError, match="got both"):
+        causal_lm("linear")(tokens()[0], inputs_embeds=torch.zeros(3, 13, 24))
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (torch.ones(3, 12, dtype=torch.int64), r"\(batch, tokens\) = \(3, 13\); got \(3, 12\)"),
+        (torch.ones(2, 13, dtype=torch.int64), r"got \(2, 13\)"),
+        (torch.ones(3, 1, 13, 13, dtype=torch.int64), r"got \(3, 1, 13, 13\)"),
+        (torch.ones(3, 13), "must be bool or integer, 1 for real tokens and 0 for pads; got torch.float32"),
+        (torch.full((3, 13), 2), "must hold 1 for real tokens and 0 for pads; got values from 2 to 2"),
+        ([[1] * 13] * 3, "got list"),
+    ],
+)
+def test_attention_masks_that_do_not_fit(mask, said):
+    ids, _ = tokens()
+    with pytest.raises(sq.InputError, match=f"attention_mask .*{said}"):
+        causal_lm("linear")(ids, mask)
+
+
+def test_an_attention_mask_covers_the_past():
+    model = causal_lm("linear")
+    ids, mask = tokens()
+    cache = model(ids, mask).past_key_values
+    with pytest.raises(sq.InputError, match=r"= \(3, 14\), 13 of which are in the cache; got \(3, 1\)"):
+        model(ids[:, :1], mask[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 13
+
+
+def test_a_mask_of_ones_asks_for_nothing():
+    ids, mask = tokens()
+    model = SubquadForMaskedLM(config(sq.SparseStrided())).eval()  # without a stride it refuses padding
+    assert torch.equal(model(ids, torch.ones_like(mask)).logits, model(ids).logits)
+    with pytest.raises(sq.UnsupportedError, match=r"a key_padding_mask: .*set stride"):
+        model(ids, mask)
+
+
+def test_caches_that_do_not_fit():
+    model, ids = causal_lm("linear"), tokens()[0]
+    with pytest.raises(sq.InputError, match=r"must be a SubquadCache, .* got DynamicCache"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(sq.StateError, match="it has 3, and here are 2"):
+        model(ids[:2], past_key_values=model(ids).past_key_values)
+    with pytest.raises(sq.InputError, match="past_key_values and use_cache=False"):
+        model(ids, past_key_values=SubquadCache(model.config), use_cache=False)
+    encoder = SubquadModel(config("linear"))
+    for options in ({"use_cache": True}, {"past_key_values": SubquadCache(model.config)}):
+        with pytest.raises(sq.InputError, match="a cache belongs to a causal model"):
+            encoder(ids, **options)
+    assert encoder(ids).past_key_values is None
+
+
+def test_attention_weights_do_not_exist():
+    with pytest.raises(sq.InputError, match="output_attentions asks for every weight"):
+        causal_lm("linear")(tokens()[0], output_attentions=True)
+
+
+def test_the_source_of_cross_attention():
+    ids, mask = tokens()
+    with pytest.raises(sq.InputError, match="has no cross-attention; leave encoder_hidden_states out"):
+        SubquadModel(config())(ids, encoder_hidden_states=torch.zeros(3, 5, 24))
+    across = SubquadModel(config(add_cross_attention=True))
+    with pytest.raises(sq.InputError, match="attends to an encoder's output; pass encoder_hidden_states"):
+        across(ids)
+    with pytest.raises(sq.InputError, match=r"encoder_attention_mask must be .* = \(3, 5\); got \(3, 13\)"):
+        across(ids, encoder_hidden_states=torch.zeros(3, 5, 24), encoder_attention_mask=mask)
+    model = translator("linear")
+    with pytest.raises(sq.InputError, match="the source came twice"):
+        model(ids, mask, ids, encoder_outputs=model.encoder(ids, mask))
+    with pytest.raises(sq.InputError, match="pass exactly one of decoder_input_ids and decoder_inputs_embeds; got neither"):
+        model(ids, mask)
+    with pytest.raises(sq.InputError, match="set decoder_start_token_id or bos_token_id"):
+        translator("linear", bos_token_id=None)(ids, mask, labels=ids)
+
+
+def test_images_that_do_not_fit():
+    model = SubquadForImageClassification(config("linear", image_size=(8, 4), patch_size=2))
+    assert model(torch.zeros(5, 3, 8, 4)).logits.shape == (5, 2)
+    for images in (torch.zeros(5, 3, 4, 8), torch.zeros(5, 1, 8, 4), torch.zeros(3, 8, 4)):
+        with pytest.raises(sq.InputError, match=r"pixel_values must be .* = \(batch, 3, 8, 4\)"):
+            model(images)
+    with pytest.raises(sq.InputError, match=r"that patch_size=3 divides; got 8"):
+        SubquadForImageClassification(config("linear", image_size=8, patch_size=3))
+
+
+def test_models_that_a_config_cannot_give():
+    with pytest.raises(sq.InputError, match="SubquadModel is an encoder or a decoder; this config is of both"):
+        SubquadModel(config(is_encoder_decoder=True))
+    with pytest.raises(sq.InputError, match="SubquadForCausalLM predicts tokens, so it needs a vocab_size; got None"):
+        SubquadForCausalLM(config(vocab_size=None, pad_token_id=None, bos_token_id=None))
+    with pytest.raises(sq.InputError, match="takes a SubquadConfig; got dict"):
+        SubquadModel({})
+    with pytest.raises(sq.InputError, match="vocab_size=None and reads no tokens; got input_ids"):
+        SubquadModel(SubquadConfig(vocab_size=None, num_hidden_layers=1))(tokens()[0])
+
+
+def test_without_transformers(monkeypatch):
+    import subprocess
+    import sys
+
+    code = "import sys; sys.modules['transformers'] = None\nimport subquad\ntry:\n import subquad.models\nexcept subquad.MissingExtraError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'subquad[hf]'" in done.stdout
