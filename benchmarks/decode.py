@@ -138,7 +138,6 @@ def build(method: str, layers: int, hidden: int, heads: int) -> SubquadForCausal
         num_hidden_layers=layers,
         num_attention_heads=heads,
         position="rotary",
-        max_position_embeddings=2**31,  # rotary has no limit, but `generate` would warn of one
     )
     return SubquadForCausalLM(config).eval()
 

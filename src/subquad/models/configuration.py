@@ -184,6 +184,8 @@ class SubquadConfig(PreTrainedConfig):
             if value not in choices:
                 near = closest(value, choices) if isinstance(value, str) else "."
                 raise OptionError(f"{name} is one of {', '.join(map(repr, choices))}; got {value!r}{near}")
+        if self.position == "learned" and self.max_position_embeddings is None:
+            raise InputError("position='learned' needs a table; set max_position_embeddings.")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise InputError(
                 f"hidden_size must be a multiple of num_attention_heads unless head_dim is given; "

@@ -40,6 +40,7 @@ class Learned(nn.Module):
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__()
+        assert config.max_position_embeddings is not None
         self.table = nn.Embedding(config.max_position_embeddings, config.hidden_size)
 
     def forward(self, x: Tensor, position: Tensor, longest: int) -> Tensor:
