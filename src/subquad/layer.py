@@ -16,7 +16,7 @@ from subquad.api import Mechanism, described
 from subquad.errors import InputError
 from subquad.mechanisms import Config
 from subquad.registry import require
-from subquad.rotary import positions, rotate
+from subquad.rotary import positions, turn, waves
 from subquad.state import State
 
 
@@ -140,8 +140,9 @@ class Attention(nn.Module):
         if self.rotary is not None:
             state, start = self._take_position(state, x)
             position, after = positions(start, x.shape[1], key_padding_mask)
-            rotated = rotate(q, position, self.rotary)
-            q, k = rotated, rotated if k is q else rotate(k, position, self.rotary)
+            cos, sin = waves(q, position, self.rotary)
+            turned = turn(q, cos, sin)
+            q, k = turned, turned if k is q else turn(k, cos, sin)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(q.dtype)  # under autocast the queries have another precision than the layer
         out = self.mechanism(

@@ -13,14 +13,23 @@ from torch import Tensor
 
 def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
     """x (B, H, N, D), D even, at integer positions (B, N)."""
+    return turn(x, *waves(x, position, base))
+
+
+def waves(x: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, 1, N, D/2) of the angles at which x (B, H, N, D) is turned."""
     half = x.shape[-1] // 2
     # In float32 the angle at position 10^6 is off by 0.06.
     wide = torch.float32 if x.device.type == "mps" else torch.float64
     frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angle = position[:, None, :, None].to(wide) * frequency  # (B, 1, N, D/2)
+    angle = position[:, None, :, None].to(wide) * frequency
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    first, second = x.to(dtype).chunk(2, dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The pairs of channels of x (B, H, N, D) turned by the angles of `waves`."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 

@@ -92,7 +92,7 @@ def attend(
     """Attention of query (B, H, N, D) to key (B, K, M, D), value (B, K, M, Dv): output (B, H, N, Dv), and the sums."""
     sums: Sums = dict(past or {})  # type: ignore[arg-type]
     source = _Source(key, value, key_padding_mask, kernel.log_gate)
-    walk = _causal if is_causal else _bidirectional
+    walk = _causal if is_causal and query.shape[2] != 1 else _bidirectional  # a single query sees every key, its own included
     if _whole(query, key, value, kernel.log_gate, *kernel.weights):
         pieces = walk(query, source, kernel, sums, max(query.shape[2], key.shape[2], 1))
         out = torch.cat(list(pieces), dim=2).to(query.dtype)
