@@ -26,6 +26,7 @@ fix: install
 
 bench: install
 	$(BIN)/python benchmarks/engines.py
+	$(BIN)/python benchmarks/decode.py
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,11 +9,8 @@ loss on text held out, a sample, and how many bytes the cache holds after it: wi
 many after ten bytes of text as after ten thousand.
 """
 
-from __future__ import annotations
-
 import argparse
 import sysconfig
-import time
 from pathlib import Path
 
 import torch
@@ -21,57 +18,45 @@ from torch import Tensor
 
 from subquad.models import SubquadCache, SubquadConfig, SubquadForCausalLM
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("file", type=Path, nargs="?", help="text to learn from")
+parser.add_argument("--method", default="linear", help="the mechanism of self-attention (linear)")
+parser.add_argument("--steps", type=int, default=600, help="training steps (600)")
+parser.add_argument("--length", type=int, default=256, help="bytes in a training sequence (256)")
+parser.add_argument("--sample", type=int, default=400, help="bytes to write (400)")
+parser.add_argument("--seed", type=int, default=0)
+args = parser.parse_args()
+torch.manual_seed(args.seed)
 
-def read(path: Path | None, size: int = 1_000_000) -> Tensor:
-    """The first `size` bytes of a file, or of the standard library's modules one after the other."""
-    paths = [path] if path else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return torch.frombuffer(bytearray(b"\n".join(p.read_bytes() for p in paths)[:size]), dtype=torch.uint8)
+paths = [args.file] if args.file else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+text = torch.frombuffer(bytearray(b"\n".join(p.read_bytes() for p in paths)[:1_000_000]), dtype=torch.uint8)
+train, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
 
 
-def batch(text: Tensor, length: int, rows: int = 8) -> Tensor:
+def batch(text: Tensor, rows: int) -> Tensor:
     """(rows, length): pieces from random places."""
-    starts = torch.randint(len(text) - length + 1, (rows, 1))
-    return text[starts + torch.arange(length)].long()
+    starts = torch.randint(len(text) - args.length + 1, (rows, 1))
+    return text[starts + torch.arange(args.length)].long()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, nargs="?", help="text to learn from")
-    parser.add_argument("--method", default="linear", help="the mechanism of self-attention (linear)")
-    parser.add_argument("--steps", type=int, default=600, help="training steps (600)")
-    parser.add_argument("--length", type=int, default=256, help="bytes in a training sequence (256)")
-    parser.add_argument("--sample", type=int, default=400, help="bytes to write (400)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+model = SubquadForCausalLM(SubquadConfig(vocab_size=256, method=args.method, **sizes))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=args.steps)
+for step in range(1, args.steps + 1):
+    ids = batch(train, rows=8)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    if step % 50 == 0 or step == args.steps:
+        print(f"step {step:5}  loss {loss.item():.3f}", flush=True)
 
-    torch.manual_seed(args.seed)
-    text = read(args.file)
-    train, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = SubquadForCausalLM(SubquadConfig(vocab_size=256, method=args.method, **sizes))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=args.steps)
-    begun = time.perf_counter()
-    for step in range(1, args.steps + 1):
-        ids = batch(train, args.length)
-        loss = model(ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        if step % 50 == 0 or step == args.steps:
-            print(f"step {step:5}  loss {loss.item():.3f}  {time.perf_counter() - begun:.0f} s", flush=True)
-
-    model.eval()
-    with torch.no_grad():
-        ids = batch(held_out, args.length, rows=64)
-        print(f"held-out loss {model(ids, labels=ids).loss.item():.3f} nats per byte")
-    prompt = torch.tensor([list(b"    def ")])
-    cache = SubquadCache(model.config)
-    written = model.generate(prompt, past_key_values=cache, max_new_tokens=args.sample, do_sample=True, temperature=0.7)
-    print(f"sample:\n{bytes(written[0].tolist()).decode(errors='replace')}")
-    print(f"cache: {cache.nbytes:,} bytes after {cache.get_seq_length()} tokens")
-
-
-if __name__ == "__main__":
-    main()
+model.eval()
+ids = batch(held_out, rows=64)
+print(f"held-out loss {model(ids, labels=ids).loss.item():.3f} nats per byte")
+prompt, cache = torch.tensor([list(b"    def ")]), SubquadCache(model.config)
+written = model.generate(prompt, past_key_values=cache, max_new_tokens=args.sample, do_sample=True, temperature=0.7)
+print(f"sample:\n{bytes(written[0].tolist()).decode(errors='replace')}")
+print(f"cache: {cache.nbytes:,} bytes after {cache.get_seq_length()} tokens")

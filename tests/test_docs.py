@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import subquad as sq
+from subquad import models
+from subquad.models.configuration import POSITIONS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+MODELS = (ROOT / "docs" / "models.md").read_text()
 
 
 def test_the_code_runs():
@@ -20,6 +23,25 @@ def test_the_code_runs():
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     assert names["state"].length == 301
+
+
+def test_the_code_about_models_runs():
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```", MODELS, flags=re.DOTALL)
+    assert len(blocks) >= 5
+    for block in blocks:
+        exec(compile(block, "docs/models.md", "exec"), names)
+    assert names["classifier"].config.num_labels == 3
+
+
+@pytest.mark.parametrize("name", [name for name in models.__all__ if name.startswith("SubquadFor")])
+def test_every_model_is_in_the_table(name):
+    assert f"| `{name}` |" in MODELS
+
+
+def test_every_position_is_in_the_table():
+    shown = re.search(r"## Positions.*?(?=## )", MODELS, flags=re.DOTALL)[0]
+    assert all(f'| `"{position}"`' in shown for position in POSITIONS)
 
 
 def test_the_refusal_is_the_one_shown():
@@ -60,6 +82,36 @@ def measured_rows():
 def test_the_figures_are_the_measured_ones():
     shown = re.search(r"engines\.json -->\n(.*?)<!-- end -->", README, flags=re.DOTALL)[1].strip().splitlines()[2:]
     assert shown == list(measured_rows())
+
+
+def decode_rows():
+    """Tokens per second, then the size of the cache, by position."""
+    cells = json.loads((ROOT / "benchmarks" / "decode.json").read_text())["cells"]
+    by = {(c["method"], c["position"]): c for c in cells}
+    positions = (1024, 8192, 65536)
+    for method in dict.fromkeys(c["method"] for c in cells):
+        speed = [f"{by[method, p]['tokens_per_second']:.0f}" for p in positions]
+        size = [f"{by[method, p]['cache_bytes'] / 2**20:.1f}" for p in positions]
+        yield " | ".join([f"| `{method}`", *speed, *size]) + " |"
+
+
+def test_the_decoding_figures_are_the_measured_ones():
+    shown = re.search(r"decode\.json -->\n(.*?)<!-- end -->", README, flags=re.DOTALL)[1].strip().splitlines()[2:]
+    assert shown == list(decode_rows())
+
+
+def stream_sentence():
+    stream = json.loads((ROOT / "benchmarks" / "decode.json").read_text())["stream"]
+    first, last = (stream[f"milliseconds_{tenth}_tenth"] for tenth in ("first", "last"))
+    grown = stream["process_bytes_growth_since"] / 2**20
+    return (
+        f"{stream['asked']:,} tokens in one `generate` with `{stream['method']}` took {first:.1f} ms a token in the first tenth and "
+        f"{last:.1f} ms in the last; after the first tenth the process grew by {grown:.1f} MiB"
+    )
+
+
+def test_stream_figures():
+    assert stream_sentence() in " ".join(README.split())
 
 
 def growth_sentence():

@@ -1,5 +1,8 @@
 """Attention that does not grow with the square of the sequence: every efficient mechanism behind one call."""
 
+from importlib import import_module
+from types import ModuleType
+
 from subquad.api import Mechanism, attention
 from subquad.errors import (
     InputError,
@@ -39,6 +42,13 @@ from subquad.registry import info, methods, why_not
 from subquad.state import State
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "models":  # on first use, since it loads Hugging Face's transformers
+        return import_module("subquad.models")
+    raise AttributeError(f"module 'subquad' has no attribute {name!r}")
+
 
 __all__ = [
     "RFA",

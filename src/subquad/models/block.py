@@ -75,46 +75,40 @@ class Block(GradientCheckpointingLayer):
             bias: added to the scores of self-attention, (B or 1, H, N, past + N).
             source, source_mask: (B, M, dim) and (B, M), for cross-attention.
         """
-        step: Step[State] | None = None
-        read: Source | None = None
-
-        def attend(x: Tensor) -> Tensor:
-            nonlocal step
-            if remembered is None:
-                return self.self_attn(x, is_causal=self.is_causal, key_padding_mask=key_padding_mask, attn_mask=bias)
-            out, step = self._remember(x, key_padding_mask, bias, remembered.state)
-            return out
-
-        def attend_across(x: Tensor) -> Tensor:
-            nonlocal read
-            assert self.cross_attn is not None
+        out, step = self._attend(self._enter(x, self.self_attn_norm), key_padding_mask, bias, remembered)
+        x = self._leave(x, out, self.self_attn_norm)
+        read = None
+        if self.cross_attn is not None and self.cross_attn_norm is not None:
             read = None if remembered is None else remembered.source
             if read is None:
                 assert source is not None
                 read = self.cross_attn.read(source, source_mask)
-            return self.cross_attn(x, read)
+            x = self._leave(x, self.cross_attn(self._enter(x, self.cross_attn_norm), read), self.cross_attn_norm)
+        out = self.feed_forward(self._enter(x, self.feed_forward_norm))
+        return self._leave(x, out, self.feed_forward_norm), step, read
 
-        x = self._add(x, attend, self.self_attn_norm)
-        if self.cross_attn_norm is not None:
-            x = self._add(x, attend_across, self.cross_attn_norm)
-        return self._add(x, self.feed_forward, self.feed_forward_norm), step, read
+    def _enter(self, x: Tensor, norm: nn.Module) -> Tensor:
+        return norm(x) if self.is_pre_norm else x
 
-    def _add(self, x: Tensor, sublayer: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor:
-        if self.is_pre_norm:
-            return x + self.dropout(sublayer(norm(x)))
-        return norm(x + self.dropout(sublayer(x)))
+    def _leave(self, x: Tensor, out: Tensor, norm: nn.Module) -> Tensor:
+        x = x + self.dropout(out)
+        return x if self.is_pre_norm else norm(x)
 
-    def _remember(
-        self, x: Tensor, key_padding_mask: Tensor | None, bias: Tensor | None, before: State | None
-    ) -> tuple[Tensor, Step[State]]:
-        def run(x: Tensor, mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor, State]:
-            return self.self_attn(x, is_causal=True, key_padding_mask=mask, attn_mask=bias, state=before, return_state=True)
+    def _attend(
+        self, x: Tensor, key_padding_mask: Tensor | None, bias: Tensor | None, remembered: SubquadLayer | None
+    ) -> tuple[Tensor, Step[State] | None]:
+        if remembered is None:
+            return self.self_attn(x, is_causal=self.is_causal, key_padding_mask=key_padding_mask, attn_mask=bias), None
+        before = remembered.state
 
         def again(keep: int) -> State:
             mask = None if key_padding_mask is None else key_padding_mask[:, :keep]
-            return run(x[:, :keep], mask, None)[1]  # a bias changes the output, not the state
+            _, state = self.self_attn(x[:, :keep], is_causal=True, key_padding_mask=mask, state=before, return_state=True)
+            return state
 
-        out, state = run(x, key_padding_mask, bias)
+        out, state = self.self_attn(
+            x, is_causal=True, key_padding_mask=key_padding_mask, attn_mask=bias, state=before, return_state=True
+        )
         return out, Step(state, x.shape[1], again)
 
 

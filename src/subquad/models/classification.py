@@ -28,8 +28,8 @@ def pooled(hidden: Tensor, attention_mask: Tensor | None, is_causal: bool) -> Te
     return hidden.masked_fill(~real.unsqueeze(-1), 0).sum(1) / count
 
 
-class SubquadForSequenceClassification(SubquadPreTrainedModel):
-    """One label, several labels or a number for a whole sequence, from the mean of its tokens; of a decoder, from the last."""
+class _Classifier(SubquadPreTrainedModel):
+    """Blocks, and a linear map to the labels' logits."""
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
@@ -37,6 +37,13 @@ class SubquadForSequenceClassification(SubquadPreTrainedModel):
         self.model = SubquadModel(config)
         self.dropout = nn.Dropout(config.dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+
+class SubquadForSequenceClassification(_Classifier):
+    """One label, several labels or a number for a whole sequence, from the mean of its tokens; of a decoder, from the last."""
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
         self.post_init()
 
     @can_return_tuple
@@ -65,15 +72,11 @@ class SubquadForSequenceClassification(SubquadPreTrainedModel):
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
-class SubquadForTokenClassification(SubquadPreTrainedModel):
+class SubquadForTokenClassification(_Classifier):
     """A label for each token."""
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
-        self.model = SubquadModel(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
     @can_return_tuple
@@ -101,7 +104,7 @@ class SubquadForTokenClassification(SubquadPreTrainedModel):
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
-class SubquadForImageClassification(SubquadPreTrainedModel):
+class SubquadForImageClassification(_Classifier):
     """A label for an image, read as a row of patches, from the top left; with `patch_size=1` every pixel is a token."""
 
     main_input_name = "pixel_values"
@@ -115,11 +118,7 @@ class SubquadForImageClassification(SubquadPreTrainedModel):
             raise InputError(
                 f"image_size must be one or two whole numbers that patch_size={patch} divides; got {config.image_size!r}."
             )
-        self.num_labels = config.num_labels
         self.patches = nn.Linear(config.num_channels * patch**2, config.hidden_size)
-        self.model = SubquadModel(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
     @can_return_tuple
