@@ -1,0 +1,128 @@
+"""What the measurements say: ratios with intervals, growth, and the length from which a method pays."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from subquad.bench.results import BASELINE, PASSES, Pass, Results, Timing
+
+# The 97.5th percentile of Student's t, for 1 to 30 degrees of freedom.
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster than the baseline, with a 95% interval (None: of a single round, or predicted)."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    is_predicted: bool = False
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """From which length on a method beats the baseline: `length`; `at_most` where it did at the shortest one already."""
+
+    length: float
+    at_most: bool = False
+
+
+def seconds(timing: Timing | None) -> float | None:
+    """The median over rounds, or what was predicted."""
+    if timing is None:
+        return None
+    return statistics.median(s for s, _ in timing.rounds) if timing.rounds else timing.predicted
+
+
+def ratio(results: Results, method: str, length: int, kind: Pass) -> Ratio | None:
+    """Of the same rounds: the geometric mean, and Student's interval around it on the logarithms."""
+    timing = results.timing(method, length, kind)
+    if timing is None:
+        return None
+    logs = [math.log(base / own) for own, base in timing.rounds if base is not None]
+    if logs:
+        return _interval(logs)
+    own, base = seconds(timing), seconds(results.timing(BASELINE, length, kind))
+    return None if own is None or base is None else Ratio(base / own, is_predicted=True)
+
+
+def _interval(logs: Sequence[float]) -> Ratio:
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return Ratio(math.exp(mean))
+    half = _T[min(len(logs) - 1, len(_T)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def growth(points: Sequence[tuple[int, float]], last: int = 4) -> float | None:
+    """The exponent e of value ~ length^e, by least squares over the longest few lengths."""
+    points = sorted(points)[-last:]
+    if len(points) < 2:
+        return None
+    logs = [(math.log(n), math.log(max(v, 1e-12))) for n, v in points]
+    return statistics.linear_regression(*zip(*logs, strict=True)).slope
+
+
+def time_growth(results: Results, method: str, kind: Pass) -> float | None:
+    timings = [t for t in results.of(kind) if t.method == method and t.rounds]
+    return growth([(t.length, seconds(t) or 0.0) for t in timings])
+
+
+def memory_growth(results: Results, method: str) -> float | None:
+    return growth([(f.length, float(f.peak_bytes)) for f in results.facts if f.method == method and f.peak_bytes])
+
+
+def crossover(gains: Sequence[tuple[int, float]]) -> Crossing | None:
+    """Where the gain over the baseline passes 1 for good, between lengths on a straight line of logarithms."""
+    gains = sorted(gains)
+    if not gains or gains[-1][1] <= 1:
+        return None
+    losing = [i for i, (_, gain) in enumerate(gains) if gain <= 1]
+    if not losing:
+        return Crossing(gains[0][0], at_most=True)
+    (n, low), (m, high) = gains[losing[-1]], gains[losing[-1] + 1]
+    share = -math.log(low) / (math.log(high) - math.log(low))
+    return Crossing(n * (m / n) ** share)
+
+
+def time_crossover(results: Results, method: str, kind: Pass) -> Crossing | None:
+    ratios = [(n, ratio(results, method, n, kind)) for n in results.lengths]
+    return crossover([(n, r.value) for n, r in ratios if r is not None])
+
+
+def memory_crossover(results: Results, method: str) -> Crossing | None:
+    gains = []
+    for length in results.lengths:
+        own, base = results.fact(method, length), results.fact(BASELINE, length)
+        if own is not None and base is not None and own.peak_bytes and base.peak_bytes:
+            gains.append((length, base.peak_bytes / own.peak_bytes))
+    return crossover(gains)
+
+
+def headline(results: Results, kind: Pass = "forward") -> str:
+    """One sentence for the fastest method at the longest length where it was compared."""
+    assert kind in PASSES
+    for length in sorted(results.lengths, reverse=True):
+        ratios = {m: ratio(results, m, length, kind) for m in results.methods if m != BASELINE}
+        measured = {m: r for m, r in ratios.items() if r is not None and not r.is_predicted and r.value > 1}
+        if not measured:
+            continue
+        best = max(measured, key=lambda m: measured[m].value)
+        crossing = time_crossover(results, best, kind)
+        start = "At every length here" if crossing is None or crossing.at_most else f"From {rounded(crossing.length)} tokens on"
+        gain = f"at {length:,} tokens it is {measured[best].value:.1f}x faster"
+        return f"{start} {best} attention is faster than SDPA on this machine; {gain}."
+    return "At the lengths measured here no method is faster than SDPA on this machine."
+
+
+def rounded(length: float) -> str:
+    """To two digits, with a comma."""
+    digits = max(0, math.floor(math.log10(length)) - 1)
+    return f"{round(length / 10**digits) * 10**digits:,}"

@@ -1,0 +1,332 @@
+"""The comparison: every method at every length, in rounds, within a budget of time, to be stopped and resumed at will.
+
+A first sweep goes from short to long lengths and measures each cell once; a cell that would take too long, or more memory than
+there is, is predicted from the shorter ones instead. Then come more rounds. In a round all methods take turns at one length,
+and each is paired with the baseline of that round. Whatever is measured is written at once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subquad.bench import analysis
+from subquad.bench.machine import describe
+from subquad.bench.results import BASELINE, Facts, Pass, Results, ResultsError, Setting, Timing, load, save
+from subquad.bench.worker import Worker, WorkerError
+from subquad.errors import InputError
+from subquad.mechanisms import NEEDS
+from subquad.registry import methods as all_methods
+from subquad.registry import resolve
+
+FILE = "results.json"
+ORACLES = ("softmax", "svd")  # the baseline itself, and a bound that is slow by definition: compared only if named
+_SLOWEST = 15  # a call may take the budget divided by this
+_FIRST = 0.7  # share of the budget for the first sweep
+_SPARE = 0.8  # share of the free memory that a cell may take
+_UNKNOWN = {BASELINE: 2.0, "svd": 3.0}  # exponents before there are two lengths to tell; 1.1 for the others
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and how long it may take.
+
+    Args:
+        methods: names; the baseline comes by itself.
+        lengths: tokens.
+        passes: forward; training, that is forward and backward; decode, one token after so many others.
+        budget: seconds.
+        rounds: how often each cell is measured, if the budget allows.
+    """
+
+    methods: tuple[str, ...]
+    lengths: tuple[int, ...]
+    passes: tuple[Pass, ...] = ("forward", "training", "decode")
+    budget: float = 180.0
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a comparison is: what it does now, which share is done, and seconds left at most."""
+
+    doing: str
+    share: float
+    left: float
+
+
+def default_methods() -> list[str]:
+    return [name for name in all_methods() if name not in ORACLES]
+
+
+def compare(
+    plan: Plan,
+    setting: Setting,
+    out: Path,
+    *,
+    fresh: bool = False,
+    watch: Callable[[Progress], None] = lambda progress: None,
+) -> Results:
+    """Run `plan`, going on from the results in folder `out` unless `fresh`; every measurement is in the file when it is made.
+
+    KeyboardInterrupt passes through: what was measured by then is in the file.
+    """
+    _check(plan, setting)
+    path = out / FILE
+    results = _begin(plan, setting, path, fresh)
+    save(results, path)
+    with Worker(setting) as worker:
+        run = _Run(plan, results, worker, path, watch)
+        run.check_agreement()
+        run.first_sweep()
+        run.more_rounds()
+    results.finished = True
+    save(results, path)
+    return results
+
+
+def _begin(plan: Plan, setting: Setting, path: Path, fresh: bool) -> Results:
+    refusals = _refusals(plan, setting)
+    methods = [m for m in plan.methods if m not in refusals]
+    machine = describe(setting)
+    results = Results(setting, machine)
+    if path.exists() and not fresh:
+        results = load(path)
+        before, now = ({**vars(s), **m, "commit": None} for s, m in ((results.setting, results.machine), (setting, machine)))
+        differ = [f"{name}: {before.get(name)!r} there, {now[name]!r} here" for name in now if before.get(name) != now[name]]
+        if differ:
+            raise ResultsError(
+                f"the results in {path} are of another setting or machine ({'; '.join(differ)}). "
+                "Choose another --out, or start over with --fresh."
+            )
+    results.methods = list(dict.fromkeys([*results.methods, *methods]))
+    results.lengths = sorted({*results.lengths, *plan.lengths})
+    results.refusals |= refusals
+    results.command = shlex.join(["subquad", *sys.argv[1:]])
+    results.finished = False
+    return results
+
+
+def _refusals(plan: Plan, setting: Setting) -> dict[str, str]:
+    """Methods that have no meaning for the direction asked for, with the reason."""
+    need = "is_causal" if setting.is_causal else "bidirectional"
+    refused = {}
+    for method in plan.methods:
+        reasons = _sample(method).reasons([need])
+        if reasons:
+            refused[method] = "; ".join(f"{NEEDS[n]}: {reason}" for n, reason in reasons.items())
+    return refused
+
+
+def _sample(method: str) -> Any:
+    from subquad.bench.measure import configured
+
+    return configured(method, 1024)
+
+
+def _check(plan: Plan, setting: Setting) -> None:
+    for method in plan.methods:
+        if method != BASELINE:
+            resolve(method)
+    if not plan.methods or not plan.lengths or not plan.passes:
+        raise InputError("a comparison needs at least one method, one length and one pass.")
+    for length in plan.lengths:
+        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= 2**24:
+            raise InputError(f"a length is a whole number of tokens from 1 to {2**24:,}; got {length!r}.")
+    if not plan.budget > 0:
+        raise InputError(f"the budget is a time above 0; got {plan.budget}.")
+    if not isinstance(getattr(torch, setting.dtype, None), torch.dtype):
+        raise InputError(f"dtype is float32, bfloat16, float16 or float64; got {setting.dtype!r}.")
+
+
+class _Run:
+    def __init__(self, plan: Plan, results: Results, worker: Worker, path: Path, watch: Callable[[Progress], None]) -> None:
+        self.plan, self.results, self.worker, self.path, self.watch = plan, results, worker, path, watch
+        self.methods = [m for m in plan.methods if m in results.methods and m != BASELINE]
+        self.begun, self.before = time.monotonic(), results.seconds
+        self.shuffle = random.Random(0).shuffle
+
+    @property
+    def left(self) -> float:
+        return self.plan.budget - (time.monotonic() - self.begun)
+
+    def check_agreement(self) -> None:
+        """A method that is off its reference is not measured."""
+        for method in list(self.methods):
+            self._tell(f"checking {method}")
+            answer = self._ask(60.0, do="agree", method=method)
+            if "failed" in answer:
+                self.results.refusals[method] = answer["failed"]
+                self.methods.remove(method)
+                self._keep()
+
+    def first_sweep(self) -> None:
+        for length in sorted(self.plan.lengths):
+            for method in (BASELINE, *self.methods):
+                self._facts(method, length)
+            for kind in self.plan.passes:
+                self._round(length, kind, [m for m in (BASELINE, *self.methods) if self._is_due(m, length, kind)])
+
+    def more_rounds(self) -> None:
+        while True:
+            groups = [(n, kind) for n in self.plan.lengths for kind in self.plan.passes]
+            groups = [g for g in groups if self._unfinished(*g) and self._cost(*g) < self.left]
+            if not groups:
+                return
+            # The least measured first; of those, in any order.
+            self.shuffle(groups)
+            length, kind = min(groups, key=lambda g: min(len(t.rounds) for t in self._unfinished(*g)))
+            members = [t.method for t in self._members(length, kind)]
+            self._round(length, kind, members)
+
+    def _members(self, length: int, kind: Pass) -> list[Timing]:
+        timings = [self.results.timing(m, length, kind) for m in (BASELINE, *self.methods)]
+        return [t for t in timings if t is not None and t.rounds and t.status == "measured"]
+
+    def _unfinished(self, length: int, kind: Pass) -> list[Timing]:
+        return [t for t in self._members(length, kind) if len(t.rounds) < self.plan.rounds]
+
+    def _cost(self, length: int, kind: Pass) -> float:
+        return sum(analysis.seconds(t) or 0.0 for t in self._members(length, kind))
+
+    def _round(self, length: int, kind: Pass, members: list[str]) -> None:
+        """Each of `members` once, the baseline first."""
+        base = self._time(BASELINE, length, kind, None) if BASELINE in members else None
+        others = [m for m in members if m != BASELINE]
+        self.shuffle(others)
+        for method in others:
+            self._time(method, length, kind, base)
+
+    def _time(self, method: str, length: int, kind: Pass, base: float | None) -> float | None:
+        self._tell(f"{method}, {length:,} tokens, {kind}")
+        timing = self._timing(method, length, kind)
+        expected = analysis.seconds(timing) or self._predicted(method, length, kind) or 1.0
+        answer = self._ask(60.0 + 20 * expected, do="time", method=method, length=length, kind=kind)
+        if "failed" in answer:
+            timing.status, timing.why = "failed", answer["failed"]
+        else:
+            timing.status, timing.why, timing.predicted = "measured", "", None
+            timing.rounds.append((answer["seconds"], base if method != BASELINE else answer["seconds"]))
+        self._keep()
+        return answer.get("seconds")
+
+    def _timing(self, method: str, length: int, kind: Pass) -> Timing:
+        timing = self.results.timing(method, length, kind)
+        if timing is None:
+            timing = Timing(method, length, kind)
+            self.results.timings.append(timing)
+        return timing
+
+    def _is_due(self, method: str, length: int, kind: Pass) -> bool:
+        """Whether to run a cell for the first time; if it may not run, it is marked with the reason."""
+        known = self.results.timing(method, length, kind)
+        if known is not None and (known.rounds or known.status in ("failed", "refused")):
+            return False
+        if kind == "decode" and method != BASELINE and (reasons := _sample(method).reasons(["decode"])):
+            refused = self._timing(method, length, kind)
+            refused.status, refused.why = "refused", "; ".join(reasons.values())
+            return False
+        fact = self.results.fact(method, length)
+        expected, longest = self._predicted(method, length, kind), self.plan.budget / _SLOWEST
+        why = fact.why if fact is not None and fact.status == "predicted" else ""
+        if not why and expected is not None and expected > longest:
+            why = f"a call would take about {expected:.0f} s, and the budget allows {longest:.0f}"
+        if not why and self.left < self.plan.budget * (1 - _FIRST):
+            why = "the budget was spent on shorter lengths"
+        if not why or expected is None:
+            return True
+        timing = self._timing(method, length, kind)
+        timing.status, timing.predicted, timing.why = "predicted", expected, why
+        self._keep()
+        return False
+
+    def _facts(self, method: str, length: int) -> None:
+        """Memory and errors, once."""
+        known = self.results.fact(method, length)
+        if known is not None and known.status != "predicted":
+            return
+        fact = known or Facts(method, length)
+        if known is None:
+            self.results.facts.append(fact)
+        fact.peak_bytes, why = self._predicted_bytes(method, length), ""
+        if fact.peak_bytes is not None and fact.peak_bytes > _SPARE * _free_memory():
+            why = f"it would take about {fact.peak_bytes / 2**30:.1f} GiB of memory"
+        expected, base = self._predicted(method, length, "forward"), self._predicted(BASELINE, length, "forward")
+        if not why and max(expected or 0.0, base or 0.0) > self.plan.budget / _SLOWEST:
+            why = "a call would take too long for the budget"
+        if why and fact.peak_bytes is not None:
+            fact.status, fact.why = "predicted", why
+            self._keep()
+            return
+        self._tell(f"{method}, {length:,} tokens, memory and error")
+        answer = self._ask(120.0, do="peak", method=method, length=length)
+        if "failed" not in answer:
+            fact.peak_bytes = answer["bytes"]
+            answer = {"errors": {}} if method == BASELINE else self._ask(120.0, do="error", method=method, length=length)
+        if "failed" in answer:
+            fact.status, fact.why = "failed", answer["failed"]
+        else:
+            fact.status, fact.why, fact.errors = "measured", "", answer["errors"]
+        self._keep()
+
+    def _predicted(self, method: str, length: int, kind: Pass) -> float | None:
+        """Seconds, by the growth over shorter lengths; training from the forward pass where nothing else is known."""
+        timings = [t for t in self.results.of(kind) if t.method == method and t.rounds and t.length < length]
+        points = [(t.length, analysis.seconds(t) or 0.0) for t in timings]
+        if points:
+            return _extrapolated(points, length, 0.0 if kind == "decode" else _UNKNOWN.get(method, 1.1))
+        own = self.results.timing(method, length, "forward")
+        forward = analysis.seconds(own) if own is not None else None
+        return 3 * forward if kind == "training" and forward is not None else None
+
+    def _predicted_bytes(self, method: str, length: int) -> int | None:
+        facts = [f for f in self.results.facts if f.method == method and f.status == "measured" and f.length < length]
+        points = [(f.length, float(f.peak_bytes)) for f in facts if f.peak_bytes]
+        return round(_extrapolated(points, length, 1.0)) if points else None
+
+    def _ask(self, timeout: float, **order: Any) -> dict[str, Any]:
+        try:
+            return self.worker.ask(timeout, **order)
+        except WorkerError as error:
+            return {"failed": str(error)}
+
+    def _keep(self) -> None:
+        self.results.seconds = self.before + time.monotonic() - self.begun
+        save(self.results, self.path)
+
+    def _tell(self, doing: str) -> None:
+        cells = len(self.plan.lengths) * len(self.plan.passes) * (1 + len(self.methods)) * self.plan.rounds
+        done = sum(
+            min(len(t.rounds), self.plan.rounds) if t.status == "measured" else self.plan.rounds for t in self.results.timings
+        )
+        self.watch(
+            Progress(doing, min(max(done / cells, 1 - max(self.left, 0.0) / self.plan.budget), 1.0), max(self.left, 0.0))
+        )
+
+
+def _extrapolated(points: Iterable[tuple[int, float]], length: int, exponent: float) -> float:
+    points = sorted(points)
+    slope = analysis.growth(points, last=2)
+    n, value = points[-1]
+    return value * (length / n) ** min(max(exponent if slope is None else slope, 0.0), 3.0)
+
+
+def _free_memory() -> float:
+    """Bytes that can be had without swapping; infinite where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024.0
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return float("inf")

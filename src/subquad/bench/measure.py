@@ -1,0 +1,198 @@
+"""One measurement at a time: how long a call takes, what it holds at its peak, how far it is from exact softmax.
+
+B batch, H heads, N tokens, D channels.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from subquad import reference
+from subquad.bench.results import BASELINE, Pass, Setting
+from subquad.errors import SubquadError
+from subquad.mechanisms import Config, Linformer, SparseFixed, SparseStrided
+from subquad.registry import resolve
+
+LEAST = 0.005  # seconds that a timing takes at least; shorter calls are repeated
+CHECKED = 300  # tokens on which a method must agree with its reference
+_PREFILL = 2048  # tokens a call, while a state is filled
+
+
+class DisagreementError(SubquadError):
+    """A method that is off its reference, so that its speed means nothing."""
+
+
+def configured(method: str, length: int) -> Config:
+    """The options that a method is compared with: the defaults, but for those that follow from the length."""
+    if method == "sparse_strided":
+        return SparseStrided(stride=max(1, round(math.sqrt(length))))
+    if method == "sparse_fixed":
+        return SparseFixed(stride=max(1, round(math.sqrt(length))))
+    if method == "linformer":
+        return Linformer(max_length=length)
+    return resolve(method)
+
+
+def inputs(setting: Setting, length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Standard normal query, key and value (B, H, N, D)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = setting.batch, setting.heads, length, setting.head_dim
+    dtype = getattr(torch, setting.dtype)
+    query, key, value = (torch.randn(shape, generator=generator).to(setting.device, dtype) for _ in range(3))
+    return query, key, value
+
+
+def call(method: str, setting: Setting, length: int, qkv: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Tensor]:
+    """A forward pass of `method`."""
+    query, key, value = qkv
+    if method == BASELINE:
+        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=setting.is_causal)
+    config = configured(method, length)
+    key = query if config.shares_query_and_key else key
+    module = _built(config, setting)
+    hidden = _hidden(config, setting, length)
+    return lambda: module(query, key, value, is_causal=setting.is_causal, hidden=hidden)
+
+
+def runner(method: str, setting: Setting, length: int, kind: Pass, qkv: tuple[Tensor, Tensor, Tensor]) -> Callable[[], object]:
+    """What a timing repeats."""
+    if kind == "forward":
+        return _without_gradients(call(method, setting, length, qkv))
+    if kind == "decode":
+        return _without_gradients(_decoder("softmax" if method == BASELINE else method, setting, length, qkv))
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    run = call(method, setting, length, (leaves[0], leaves[1], leaves[2]))
+    gradient = torch.ones_like(qkv[2])
+    return lambda: torch.autograd.grad(run(), leaves, gradient, allow_unused=True)
+
+
+def seconds(run: Callable[[], object], device: str) -> float:
+    """Of one call; short ones are repeated, and their mean is taken."""
+    repeats = 1
+    while True:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        _wait(device)
+        taken = time.perf_counter() - start
+        if taken >= LEAST:
+            return taken / repeats
+        repeats = max(2 * repeats, math.ceil(repeats * 1.2 * LEAST / max(taken, 1e-6)))
+
+
+def peak_bytes(run: Callable[[], object], device: str) -> int:
+    """What a call allocates at its peak, its output included, as PyTorch's allocator reports it."""
+    if device != "cpu":
+        module: Any = getattr(torch, torch.device(device).type)
+        module.synchronize()
+        module.reset_peak_memory_stats()
+        before = module.memory_allocated()
+        run()
+        module.synchronize()
+        return int(module.max_memory_allocated() - before)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+@torch.no_grad()
+def error(method: str, setting: Setting, qkv: tuple[Tensor, Tensor, Tensor]) -> float:
+    """|o - softmax's o| / |softmax's o|, in the Frobenius norm."""
+    exact = call(BASELINE, setting, qkv[0].shape[2], qkv)().float()
+    found = call(method, setting, qkv[0].shape[2], qkv)().float()
+    return float((found - exact).norm() / exact.norm())
+
+
+@torch.no_grad()
+def require_agreement(method: str, setting: Setting) -> None:
+    """Refuse to measure a method whose error, against its reference in float64, is above twice the reference's own."""
+    if method == BASELINE:
+        return
+    config = configured(method, CHECKED)
+    small = Setting(heads=2, head_dim=setting.head_dim, dtype=setting.dtype, is_causal=setting.is_causal, device=setting.device)
+    query, key, value = inputs(small, CHECKED)
+    key = query if config.shares_query_and_key else key
+    module, hidden = _built(config, small), _hidden(config, small, CHECKED)
+    weights = {name: t.detach() for name, t in module.state_dict(keep_vars=True).items()}
+    options: dict[str, Any] = {"weights": weights, "is_causal": setting.is_causal}
+
+    def plain(change: Callable[[Tensor], Tensor]) -> Tensor:
+        tokens = None if hidden is None else change(hidden)
+        return reference.attention(config, change(query), change(key), change(value), hidden=tokens, **options).double()
+
+    exact = plain(Tensor.double)
+    found = module(query, key, value, is_causal=setting.is_causal, hidden=hidden).double()
+    off, allowed = (found - exact).norm(), 2 * (plain(lambda x: x) - exact).norm()
+    if off > allowed:
+        raise DisagreementError(
+            f"{method} is off its reference by {off / exact.norm():.1e}, where {allowed / exact.norm():.1e} is rounding; "
+            "it is not timed."
+        )
+
+
+def _decoder(method: str, setting: Setting, length: int, qkv: tuple[Tensor, Tensor, Tensor]) -> Callable[[], object]:
+    """One token after `length` others; the state goes on, so that a cache that grows does so in place."""
+    config = configured(method, length)
+    module = _built(config, setting)
+    state: Any = None
+    with torch.no_grad():
+        for start in range(0, length, _PREFILL):
+            query, key, value = (x[:, :, start : start + _PREFILL] for x in qkv)
+            _, state = module(
+                query,
+                query if config.shares_query_and_key else key,
+                value,
+                is_causal=True,
+                state=state,
+                return_state=True,
+                hidden=_hidden(config, setting, query.shape[2]),
+            )
+    query, key, value = (x[:, :, :1].clone() for x in qkv)
+    key = query if config.shares_query_and_key else key
+    hidden = _hidden(config, setting, 1)
+
+    def step() -> None:
+        nonlocal state
+        _, state = module(query, key, value, is_causal=True, state=state, return_state=True, hidden=hidden)
+
+    return step
+
+
+def _built(config: Config, setting: Setting) -> Any:
+    torch.manual_seed(0)
+    width = setting.heads * setting.head_dim
+    module = config.build(heads=setting.heads, head_dim=setting.head_dim, dim=width).eval()
+    return module.to(setting.device, getattr(torch, setting.dtype))
+
+
+def _hidden(config: Config, setting: Setting, length: int) -> Tensor | None:
+    if not config.reads_tokens:
+        return None
+    width = setting.heads * setting.head_dim
+    return torch.zeros(setting.batch, length, width, device=setting.device, dtype=getattr(torch, setting.dtype))
+
+
+def _without_gradients(run: Callable[[], object]) -> Callable[[], object]:
+    def quiet() -> object:
+        with torch.no_grad():
+            return run()
+
+    return quiet
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        getattr(torch, torch.device(device).type).synchronize()

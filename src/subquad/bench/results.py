@@ -1,0 +1,142 @@
+"""What a comparison has measured so far, as one JSON file that is always whole.
+
+A *cell* is one quantity of one method at one length. Times come in rounds: each is the method's time, and that of the baseline
+(`sdpa`) in the same round, so that their ratio does not hold what disturbed the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from subquad.errors import SubquadError
+
+SCHEMA, VERSION = "subquad.compare", 1
+BASELINE = "sdpa"
+Pass = Literal["forward", "training", "decode"]  # training: forward and backward; decode: one token after `length` others
+PASSES: tuple[Pass, ...] = get_args(Pass)
+Status = Literal["measured", "predicted", "refused", "failed"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+class ResultsError(SubquadError, ValueError):
+    """A results file that cannot be read, or that belongs to another comparison."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all cells."""
+
+    heads: int = 8
+    head_dim: int = 64
+    batch: int = 1
+    dtype: str = "float32"
+    is_causal: bool = False
+    device: str = "cpu"
+    threads: int = 1
+
+
+@dataclass
+class Timing:
+    """Seconds of one pass of one method at one length.
+
+    Args:
+        rounds: (seconds, seconds of the baseline in that round or None where it was not run).
+        predicted: seconds by the growth over shorter lengths, where it was not run.
+        why: why it was predicted, refused or failed.
+    """
+
+    method: str
+    length: int
+    kind: Pass
+    status: Status = "measured"
+    rounds: list[tuple[float, float | None]] = field(default_factory=list)
+    predicted: float | None = None
+    why: str = ""
+
+
+@dataclass
+class Facts:
+    """What is measured once: peak bytes beyond the inputs, and relative errors against exact softmax, by kind of input."""
+
+    method: str
+    length: int
+    status: Status = "measured"
+    peak_bytes: int | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass
+class Results:
+    """One comparison, finished or not."""
+
+    setting: Setting
+    machine: dict[str, Any]
+    command: str = ""
+    methods: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+    facts: list[Facts] = field(default_factory=list)
+    refusals: dict[str, str] = field(default_factory=dict)  # methods that cannot do what is asked, and why
+    seconds: float = 0.0  # spent so far
+    finished: bool = False
+
+    def timing(self, method: str, length: int, kind: Pass) -> Timing | None:
+        return next((t for t in self.timings if (t.method, t.length, t.kind) == (method, length, kind)), None)
+
+    def fact(self, method: str, length: int) -> Facts | None:
+        return next((f for f in self.facts if (f.method, f.length) == (method, length)), None)
+
+    def of(self, kind: Pass) -> Iterator[Timing]:
+        return (t for t in self.timings if t.kind == kind)
+
+
+def save(results: Results, path: Path) -> None:
+    """Write to a temporary file beside `path`, then rename: whoever reads sees the old file or the new one."""
+    text = json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(results)}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ResultsError(
+            f"the results cannot be written to {path}: {error.strerror or error}. Choose another --out."
+        ) from error
+
+
+def load(path: Path) -> Results:
+    """What `save` wrote."""
+    try:
+        saved = json.loads(path.read_text())
+    except OSError as error:
+        raise ResultsError(f"the results in {path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise ResultsError(f"{path} is not whole JSON ({error}). Move it away, or start over with --fresh.") from error
+    found = (saved.get("schema"), saved.get("version")) if isinstance(saved, dict) else (None, None)
+    if found != (SCHEMA, VERSION):
+        raise ResultsError(
+            f"{path} must have schema {SCHEMA!r}, version {VERSION}; got {found[0]!r}, version {found[1]!r}. "
+            "It was written by another program or release: choose another --out, or start over with --fresh."
+        )
+    try:
+        fields = {name: value for name, value in saved.items() if name not in ("schema", "version")}
+        fields["setting"] = Setting(**fields["setting"])
+        fields["timings"] = [Timing(**{**t, "rounds": [(s, b) for s, b in t["rounds"]]}) for t in fields["timings"]]
+        fields["facts"] = [Facts(**f) for f in fields["facts"]]
+        return Results(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ResultsError(f"{path} lacks what results of this version have ({error}). Start over with --fresh.") from error

@@ -1,0 +1,155 @@
+"""The process that measures: what crashes it, or fills the memory, costs one cell.
+
+It reads orders and writes answers, one JSON object a line. `Worker` is the side of the process that asks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from subquad.bench.results import Setting
+
+
+class WorkerError(Exception):
+    """The worker died, or did not answer in time."""
+
+
+class Worker:
+    """A process to measure in; it is started again after it has died."""
+
+    def __init__(self, setting: Setting, qkv: Path | None = None) -> None:
+        self._command = [sys.executable, "-m", "subquad.bench.worker", json.dumps(asdict(setting)), str(qkv or "")]
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the worker may say something
+
+    def ask(self, timeout: float, **order: Any) -> dict[str, Any]:
+        """The answer to one order; raises WorkerError if there is none."""
+        process = self._started()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            line = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            self.stop()
+            raise WorkerError(f"no answer within {timeout:.0f} s") from None
+        except OSError:
+            line = None
+        if line is None:
+            raise WorkerError(self._last_words())
+        return dict(json.loads(line))
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.stop()
+        self._said.close()
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            self._answers = queue.Queue()
+            pipe = subprocess.PIPE
+            # A group of its own: Ctrl-C is for the process that asks.
+            process = subprocess.Popen(
+                self._command, stdin=pipe, stdout=pipe, stderr=self._said, text=True, start_new_session=True
+            )
+            threading.Thread(target=_collect, args=(process, self._answers), daemon=True).start()
+            self._process = process
+        return self._process
+
+    def _last_words(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        self._process = None
+        if code == -9:
+            return "the process was killed, most likely for want of memory"
+        self._said.seek(0)
+        lines = [line.strip() for line in self._said.read().splitlines() if line.strip()]
+        return f"the process ended with code {code}" + (f": {lines[-1]}" if lines else "")
+
+
+def _collect(process: subprocess.Popen[str], answers: queue.Queue[str | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        answers.put(line)
+    answers.put(None)
+
+
+def serve(setting: Setting, qkv: Path | None) -> None:
+    """Answer the orders on standard input, until it ends."""
+    import torch
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is not an answer
+    torch.set_num_threads(setting.threads)
+    bench = _Bench(setting, qkv)
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer = getattr(bench, order.pop("do"))(**order)
+        except MemoryError:
+            answer = {"failed": "out of memory"}
+        except Exception as error:
+            answer = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+class _Bench:
+    """What the worker can do; inputs and modules of one length are kept."""
+
+    def __init__(self, setting: Setting, qkv: Path | None) -> None:
+        from subquad.bench import measure
+
+        self.measure, self.setting, self.saved = measure, setting, qkv
+        self.length, self.inputs = -1, measure.inputs(setting, 1)
+        self.runs: dict[tuple[str, str], Any] = {}
+
+    def agree(self, method: str) -> dict[str, Any]:
+        self.measure.require_agreement(method, self.setting)
+        return {}
+
+    def time(self, method: str, length: int, kind: Any) -> dict[str, Any]:
+        self._at(length)
+        if (method, kind) not in self.runs:
+            run = self.runs[method, kind] = self.measure.runner(method, self.setting, length, kind, self.inputs)
+            run()
+        return {"seconds": self.measure.seconds(self.runs[method, kind], self.setting.device)}
+
+    def peak(self, method: str, length: int) -> dict[str, Any]:
+        self._at(length)
+        run = self.measure.runner(method, self.setting, length, "forward", self.inputs)
+        run()
+        return {"bytes": self.measure.peak_bytes(run, self.setting.device)}
+
+    def error(self, method: str, length: int) -> dict[str, Any]:
+        self._at(length)
+        return {"errors": {"random": self.measure.error(method, self.setting, self.inputs)}}
+
+    def _at(self, length: int) -> None:
+        if self.length != length:
+            self.runs = {}
+            self.inputs = self.measure.inputs(self.setting, length)
+            self.length = length
+
+
+if __name__ == "__main__":
+    serve(Setting(**json.loads(sys.argv[1])), Path(sys.argv[2]) if sys.argv[2] else None)
