@@ -12,10 +12,12 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 import subquad
-from subquad import Config, Info, OptionError, SubquadError
+from subquad import Config, Info, InputError, OptionError, SubquadError
 from subquad.registry import resolve
 from subquad.report import attention_map, render, save
 
@@ -131,6 +133,143 @@ def show(
     console.print(render(shown, console))
     if out is not None:
         console.print(f"Written to {escape(str(out))}.", soft_wrap=True)
+
+
+@app.command(epilog="Example: [bold]subquad compare --methods linear,local --lengths 256:4096 --budget 1[/bold]")
+def compare(
+    methods: Annotated[str, typer.Option(help="Names, separated by commas; by default all but softmax and svd.")] = "",
+    lengths: Annotated[str, typer.Option(help="First:last, doubling, or a list such as 512,1000,4096.")] = "256:65536",
+    heads: Annotated[int, typer.Option(help="Heads.", min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(help="Channels a head.", min=1)] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    causal: Annotated[bool, typer.Option("--causal", help="Compare the causal forms.")] = False,
+    backward: Annotated[bool, typer.Option(help="Also time forward and backward together.")] = True,
+    decode: Annotated[bool, typer.Option(help="Also time one token after so many others, where there is a state.")] = True,
+    threads: Annotated[int | None, typer.Option(help="Threads; by default as many as PyTorch takes.", min=1)] = None,
+    device: Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for results.json and report.html.")] = Path("subquad-compare"),
+    budget: Annotated[float, typer.Option(help="Minutes that the measurements may take.")] = 3.0,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; without it, results in the folder are gone on from.")
+    ] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also write the plots as PNG and SVG files.")] = False,
+) -> None:
+    """Time, memory and fidelity of each mechanism by length, on this machine, and the length from which it pays."""
+    import torch
+
+    from subquad.bench import Plan, Setting, load
+    from subquad.bench import compare as run
+    from subquad.bench.compare import FILE, default_methods
+
+    kinds = ["forward", *(["training"] if backward else []), *(["decode"] if decode else [])]
+    names = [name.strip() for name in methods.split(",") if name.strip()] or default_methods()
+    plan = Plan(tuple(names), tuple(_lengths(lengths)), tuple(kinds), budget=60 * budget)  # type: ignore[arg-type]
+    setting = Setting(heads, head_dim, batch, dtype, causal, device, threads or torch.get_num_threads())
+    stopped = False
+    with _Bar() as bar:
+        try:
+            results = run(plan, setting, out, fresh=fresh, watch=bar)
+        except KeyboardInterrupt:
+            results, stopped = load(out / FILE), True
+    _report(results, out, png)
+    if stopped:
+        Console(stderr=True).print("Stopped. What was measured is kept; the same command goes on from it.")
+        raise typer.Exit(130)
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        if ":" in text:
+            length, last = (int(part) for part in text.split(":"))
+            found = []
+            while 0 < length <= last:
+                found.append(length)
+                length *= 2
+        else:
+            found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found:
+        raise InputError(f"--lengths is first:last, which doubles, or a list such as 512,1000,4096; got {text!r}.")
+    return found
+
+
+class _Bar:
+    """A progress bar with what is measured now and the time left."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.fields[left]}"))
+        self._progress = RichProgress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task("starting", total=1.0, left="")
+
+    def __call__(self, progress: Any) -> None:
+        left = f"{progress.left:.0f} s left at most"
+        self._progress.update(self._task, completed=progress.share, description=progress.doing, left=left)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def _report(results: Any, out: Path, png: bool) -> None:
+    from subquad.bench import analysis
+    from subquad.bench.results import PASSES
+    from subquad.bench.summary import table
+
+    console = Console(highlight=False)
+    console.print(analysis.headline(results), style="bold")
+    for kind in PASSES:
+        if any(t.rounds for t in results.of(kind)):
+            console.print(table(results, kind))
+    for method, why in results.refusals.items():
+        console.print(f"{method}: not compared. {escape(why)}", style="dim")
+    written = [out / "results.json"]
+    console.print("Written: " + ", ".join(map(str, written)), soft_wrap=True)
+
+
+@app.command(epilog="Example: [bold]subquad advise --length 4096 --causal --decode[/bold]")
+def advise(
+    length: Annotated[int, typer.Option(help="Tokens.", min=1)],
+    causal: Annotated[bool, typer.Option("--causal", help="It must be causal.")] = False,
+    cross: Annotated[bool, typer.Option("--cross", help="It must attend to another sequence.")] = False,
+    decode: Annotated[bool, typer.Option("--decode", help="It must decode token by token; ranked by the time of one.")] = False,
+    training: Annotated[bool, typer.Option("--training", help="Rank by forward and backward together.")] = False,
+    padding: Annotated[bool, typer.Option("--padding", help="It must take a key_padding_mask.")] = False,
+    exact_window: Annotated[
+        int | None, typer.Option(help="Pairs at most so far apart must be weighed as softmax weighs them.", min=0)
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Folder of a comparison; without one a quick one is run.")] = Path(
+        "subquad-compare"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
+) -> None:
+    """What to use for a workload, with the measured reasons."""
+    from subquad.bench import advise as ask
+
+    found = ask(
+        length,
+        is_causal=causal or decode,
+        cross=cross,
+        decode=decode,
+        training=training,
+        key_padding_mask=padding,
+        exact_window=exact_window,
+        results=results if (results / "results.json").exists() else None,
+    )
+    if as_json:
+        records = [{**vars(a), "method": a.method.info.name, "options": vars(a.method)} for a in found]
+        typer.echo(json.dumps(records, indent=2))
+        return
+    console = Console(highlight=False)
+    for advice in found:
+        console.print(advice.method.info.name, style="bold")
+        for reason in advice.reasons:
+            console.print(f"  {reason}")
+        console.print(f"  {escape(advice.code)}", style="cyan")
 
 
 def _configured(method: str, options: list[str]) -> Config:

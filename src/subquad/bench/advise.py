@@ -1,0 +1,191 @@
+"""What to use for a workload, from measurements on this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from subquad.bench import analysis
+from subquad.bench.compare import FILE, ORACLES, Plan, compare, default_methods
+from subquad.bench.results import BASELINE, Pass, Results, ResultsError, Setting, load
+from subquad.errors import InputError
+from subquad.mechanisms import Config, Linformer, Local, Longformer, Pooled, SparseFixed, SparseStrided
+from subquad.registry import resolve
+
+_WINDOWED: dict[str, Callable[[int], Config]] = {
+    "local": lambda window: Local(window=window),
+    "longformer": lambda window: Longformer(window=window),
+    "pooled": lambda window: Pooled(window=window),
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One mechanism for the workload.
+
+    Args:
+        method: its options.
+        code: the line of Python to use.
+        reasons: why, with figures.
+        times_sdpa: how many times faster than SDPA, at the length asked for.
+        megabytes: what a forward pass adds to its inputs at its peak.
+        error: relative error against exact softmax on random input; None for softmax itself.
+    """
+
+    method: Config
+    code: str
+    reasons: tuple[str, ...]
+    times_sdpa: float | None
+    megabytes: float | None
+    error: float | None
+
+
+def advise(
+    length: int,
+    *,
+    is_causal: bool = False,
+    cross: bool = False,
+    decode: bool = False,
+    training: bool = False,
+    key_padding_mask: bool = False,
+    enable_gqa: bool = False,
+    exact_window: int | None = None,
+    results: Results | Path | None = None,
+    budget: float = 60.0,
+) -> list[Advice]:
+    """The two or three best mechanisms for sequences of `length` tokens, best first.
+
+    Args:
+        is_causal, cross, decode, key_padding_mask, enable_gqa: what it must be able to do; `decode` ranks by time a token.
+        training: rank by forward and backward together.
+        exact_window: pairs of tokens at most this far apart must be weighed as softmax weighs them.
+        results: of a comparison, or the folder it wrote; by default a quick one is run now.
+        budget: seconds that this quick one may take.
+    """
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise InputError(f"length is a whole number of tokens, at least 1; got {length!r}.")
+    needs = {"is_causal": is_causal, "cross": cross, "decode": decode, "key_padding_mask": key_padding_mask}
+    asked = [need for need, is_asked in {**needs, "enable_gqa": enable_gqa}.items() if is_asked]
+    able = {name: config for name, config in _options(length, exact_window).items() if not config.reasons(asked)}
+    kind: Pass = "decode" if decode else "training" if training else "forward"
+    measured = _results(results, length, kind, is_causal, able, budget)
+    rated = [r for name in able if (r := _rate(measured, name, able[name], length, kind)) is not None]
+    return _choose(rated, length, kind)
+
+
+def _options(length: int, exact_window: int | None) -> dict[str, Config]:
+    """What could be used, by name."""
+    if exact_window is not None:
+        if isinstance(exact_window, bool) or not isinstance(exact_window, int) or exact_window < 0:
+            raise InputError(f"exact_window is a whole number of tokens, at least 0; got {exact_window!r}.")
+        return {"softmax": resolve("softmax"), **{name: build(exact_window) for name, build in _WINDOWED.items()}}
+    options = {name: resolve(name) for name in ("softmax", *default_methods())}
+    stride = max(1, round(math.sqrt(length)))
+    options["sparse_strided"], options["sparse_fixed"] = SparseStrided(stride=stride), SparseFixed(stride=stride)
+    options["linformer"] = Linformer(max_length=length)
+    return options
+
+
+def _results(
+    given: Results | Path | None, length: int, kind: Pass, is_causal: bool, able: dict[str, Config], budget: float
+) -> Results:
+    if isinstance(given, Results):
+        found = given
+    elif given is not None:
+        found = load(given / FILE if given.is_dir() else given)
+    else:
+        found = _quick(length, kind, is_causal, able, budget)
+    if not any(t.kind == kind and t.rounds for t in found.timings):
+        raise ResultsError(f"these results have no {kind} times. Compare again with that pass, or leave the results out.")
+    if found.setting.is_causal != is_causal and kind != "decode":
+        word = "causal" if found.setting.is_causal else "bidirectional"
+        raise ResultsError(f"these results are of {word} attention. Compare again, or leave the results out.")
+    return found
+
+
+def _quick(length: int, kind: Pass, is_causal: bool, able: dict[str, Config], budget: float) -> Results:
+    import tempfile
+
+    import torch
+
+    lengths = sorted({max(1, length // 4), max(1, length // 2), length})
+    methods = tuple(name for name in able if name not in ORACLES)
+    plan = Plan(methods, tuple(lengths), (kind,), budget=budget, rounds=3)
+    setting = Setting(is_causal=is_causal, threads=torch.get_num_threads())
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(plan, setting, Path(folder))
+
+
+def _rate(results: Results, name: str, config: Config, length: int, kind: Pass) -> Advice | None:
+    """Figures at `length`, on a straight line of logarithms between the lengths measured."""
+    if name == "softmax":
+        return Advice(config, _code(config), (), 1.0, _memory(results, BASELINE, length), 0.0)
+    times = [(n, r.value) for n in results.lengths if (r := analysis.ratio(results, name, n, kind)) is not None]
+    if not times:
+        return None
+    errors = [(f.length, e) for f in results.facts if f.method == name and (e := f.errors.get("random")) is not None]
+    return Advice(config, _code(config), (), _at(times, length), _memory(results, name, length), _at(errors, length))
+
+
+def _memory(results: Results, name: str, length: int) -> float | None:
+    return _at([(f.length, f.peak_bytes / 2**20) for f in results.facts if f.method == name and f.peak_bytes], length)
+
+
+def _at(points: Sequence[tuple[int, float]], length: int) -> float | None:
+    """The value at `length`: between the two nearest lengths, or beyond the last two by their growth."""
+    points = sorted((n, v) for n, v in points if v > 0)
+    if not points:
+        return None
+    if len(points) == 1 or length <= points[0][0]:
+        return points[0][1]
+    after = next((i for i, (n, _) in enumerate(points) if n >= length), len(points) - 1)
+    (n, v), (m, w) = points[max(after - 1, 0)], points[max(after, 1)]
+    return v * (length / n) ** (math.log(w / v) / math.log(m / n))
+
+
+def _choose(rated: list[Advice], length: int, kind: Pass) -> list[Advice]:
+    """The fastest; of those that gain something, the nearest to softmax, and the one that takes least memory."""
+    faster = sorted((a for a in rated if (a.times_sdpa or 0) > 1), key=lambda a: -(a.times_sdpa or 0))
+    softmax = next((a for a in rated if a.method.info.name == "softmax"), None)
+    what = {"forward": "a forward pass", "training": "forward and backward", "decode": "a token"}[kind]
+    chosen: dict[str, tuple[Advice, list[str]]] = {}
+
+    def choose(advice: Advice, reason: str) -> None:
+        chosen.setdefault(advice.method.info.name, (advice, []))[1].append(reason)
+
+    if faster:
+        best = faster[0]
+        choose(best, f"the fastest at {length:,} tokens: {what} takes {best.times_sdpa:.1f}x less time than with SDPA")
+        near = min((a for a in faster if a.error is not None), key=lambda a: a.error or 0.0, default=None)
+        if near is not None:
+            choose(near, f"of those faster than SDPA ({near.times_sdpa:.1f}x) the nearest to softmax: off by {near.error:.0%}")
+        small = min((a for a in faster if a.megabytes is not None), key=lambda a: a.megabytes or 0.0, default=None)
+        if small is not None:
+            choose(small, f"of those faster than SDPA ({small.times_sdpa:.1f}x) the least memory: {small.megabytes:.0f} MiB")
+    elif softmax is not None:
+        choose(softmax, f"exact, and at {length:,} tokens nothing that can do this is faster here")
+    return [_with_reasons(advice, reasons) for advice, reasons in list(chosen.values())[:3]]
+
+
+def _with_reasons(advice: Advice, reasons: list[str]) -> Advice:
+    return Advice(advice.method, advice.code, tuple(reasons), advice.times_sdpa, advice.megabytes, advice.error)
+
+
+def _code(config: Config) -> str:
+    default = resolve(config.info.name)
+    if config == default:
+        return f'sq.attention(q, k, v, "{config.info.name}")' if not config.reasons(["functional"]) else _layer(config)
+    return f"sq.attention(q, k, v, {_written(config)})" if not config.reasons(["functional"]) else _layer(config)
+
+
+def _layer(config: Config) -> str:
+    return f"sq.Attention(dim, heads, {_written(config)})"
+
+
+def _written(config: Config) -> str:
+    default: dict[str, Any] = vars(resolve(config.info.name))
+    options = ", ".join(f"{name}={value!r}" for name, value in vars(config).items() if default[name] != value)
+    return f"sq.{type(config).__name__}({options})"
