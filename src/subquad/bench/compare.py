@@ -237,9 +237,11 @@ class _Run:
             return False
         fact = self.results.fact(method, length)
         expected, longest = self._predicted(method, length, kind), self.plan.budget / _SLOWEST
-        why = fact.why if fact is not None and fact.status == "predicted" else ""
-        if not why and expected is not None and expected > longest:
-            why = f"a call would take about {expected:.0f} s, and the budget allows {longest:.0f}"
+        why = ""
+        if expected is not None and expected > longest:
+            why = f"a call would take about {expected:.0f} s, and the budget allows {longest:.1f}"
+        elif fact is not None and fact.status == "predicted" and "memory" in fact.why:
+            why = fact.why
         if not why and self.left < self.plan.budget * (1 - _FIRST):
             why = "the budget was spent on shorter lengths"
         if not why or expected is None:

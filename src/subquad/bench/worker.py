@@ -5,6 +5,7 @@ It reads orders and writes answers, one JSON object a line. `Worker` is the side
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -54,7 +55,7 @@ class Worker:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
+            _end(process)
 
     def __enter__(self) -> Worker:
         return self
@@ -77,7 +78,7 @@ class Worker:
 
     def _last_words(self) -> str:
         assert self._process is not None
-        code = self._process.wait()
+        code = _end(self._process)
         self._process = None
         if code == -9:
             return "the process was killed, most likely for want of memory"
@@ -86,10 +87,21 @@ class Worker:
         return f"the process ended with code {code}" + (f": {lines[-1]}" if lines else "")
 
 
+def _end(process: subprocess.Popen[str]) -> int:
+    """Wait for the process, and close what was open to it."""
+    code = process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was not written yet is for nobody
+                pipe.close()
+    return code
+
+
 def _collect(process: subprocess.Popen[str], answers: queue.Queue[str | None]) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        answers.put(line)
+    with contextlib.suppress(ValueError):  # closed meanwhile
+        for line in process.stdout:
+            answers.put(line)
     answers.put(None)
 
 

@@ -1,0 +1,169 @@
+"""A comparison: measured, stopped, killed, resumed, and what it refuses."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import subquad as sq
+from subquad.bench import Plan, ResultsError, Setting, compare, load
+from subquad.bench.compare import FILE
+from subquad.bench.measure import DisagreementError, error, inputs, peak_bytes, require_agreement
+from subquad.bench.worker import Worker, WorkerError
+
+SETTING = Setting(heads=2, head_dim=16, threads=1)
+PLAN = Plan(("linear", "local", "nystrom"), (64, 128), budget=60.0, rounds=2)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    seen = []
+    return compare(PLAN, SETTING, folder, watch=seen.append), folder, seen
+
+
+def test_every_cell_is_there(done):
+    results, folder, seen = done
+    assert results == load(folder / FILE)
+    assert results.finished
+    for method in ("sdpa", *PLAN.methods):
+        for length in PLAN.lengths:
+            assert results.fact(method, length).peak_bytes > 0
+            for kind in PLAN.passes:
+                timing = results.timing(method, length, kind)
+                if method == "nystrom" and kind == "decode":
+                    assert timing.status == "refused"
+                    assert "landmarks" in timing.why
+                    continue
+                assert timing.status == "measured"
+                assert len(timing.rounds) == 2
+                assert all(own > 0 and base > 0 for own, base in timing.rounds)
+    assert results.fact("linear", 64).errors["random"] > 0
+    assert 0 <= seen[0].share <= seen[-1].share <= 1
+    assert any("linear, 128 tokens" in progress.doing for progress in seen)
+
+
+def test_a_finished_comparison_is_not_measured_again(done):
+    results, folder, _ = done
+    assert compare(PLAN, SETTING, folder).timings == results.timings
+
+
+def test_more_lengths_join_what_is_there(done, tmp_path):
+    results, folder, _ = done
+    (tmp_path / FILE).write_text((folder / FILE).read_text())
+    more = compare(Plan(("linear",), (64, 256), ("forward",), rounds=2), SETTING, tmp_path)
+    assert more.lengths == [64, 128, 256]
+    assert more.timing("linear", 64, "forward") == results.timing("linear", 64, "forward")
+    assert len(more.timing("linear", 256, "forward").rounds) == 2
+
+
+def test_results_of_another_setting_are_kept_and_refused(done, tmp_path):
+    _, folder, _ = done
+    text = (folder / FILE).read_text()
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ResultsError, match=r"of another setting or machine \(heads: 2 there, 3 here\).*--fresh"):
+        compare(PLAN, Setting(heads=3, head_dim=16, threads=1), tmp_path)
+    assert (tmp_path / FILE).read_text() == text
+
+
+def test_long_cells_are_predicted(tmp_path):
+    plan = Plan(("linear",), (64, 128, 2**20), ("forward",), budget=30.0, rounds=1)
+    results = compare(plan, SETTING, tmp_path)
+    timing = results.timing("sdpa", 2**20, "forward")
+    assert timing.status == "predicted"
+    assert "and the budget allows" in timing.why
+    assert timing.predicted > results.timing("sdpa", 128, "forward").rounds[0][0]
+    assert results.fact("sdpa", 2**20).status == "predicted"
+
+
+def test_methods_without_the_direction_are_named(tmp_path):
+    plan = Plan(("linear", "nystrom"), (64,), ("forward",), rounds=1)
+    results = compare(plan, Setting(heads=2, head_dim=16, threads=1, is_causal=True), tmp_path)
+    assert results.methods == ["linear"]
+    assert "causal attention" in results.refusals["nystrom"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (Plan(("linaer",), (64,)), "no method is called 'linaer'"),
+        (Plan(("linear",), (0,)), "a length is a whole number of tokens from 1"),
+        (Plan(("linear",), ()), "at least one method, one length"),
+        (Plan(("linear",), (64,), budget=0.0), "the budget is a time above 0"),
+    ],
+)
+def test_impossible_plans(tmp_path, plan, said):
+    with pytest.raises(sq.SubquadError, match=said):
+        compare(plan, SETTING, tmp_path)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_dead_worker_costs_one_answer():
+    with Worker(SETTING) as worker:
+        assert worker.ask(60, do="time", method="linear", length=64, kind="forward")["seconds"] > 0
+        os.kill(worker._process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="killed, most likely for want of memory"):
+            worker.ask(60, do="time", method="linear", length=64, kind="forward")
+        assert worker.ask(60, do="time", method="linear", length=64, kind="forward")["seconds"] > 0
+        assert "MemoryError" not in worker.ask(60, do="peak", method="linear", length=64)
+        with pytest.raises(WorkerError, match="no answer within 0 s"):
+            worker.ask(0.01, do="time", method="linear", length=4096, kind="training")
+
+
+def test_a_failure_inside_a_cell_is_its_answer():
+    with Worker(SETTING) as worker:
+        answer = worker.ask(60, do="time", method="linformer", length=64, kind="decode")
+        assert answer["failed"].startswith("UnsupportedError: linformer cannot do this")
+
+
+def test_a_method_off_its_reference_is_not_measured(monkeypatch):
+    from subquad.engines import kernelized
+
+    monkeypatch.setattr(kernelized, "_normalize", lambda out, count, kernel: out[..., :-1])
+    with pytest.raises(DisagreementError, match="linear is off its reference by"):
+        require_agreement("linear", SETTING)
+    require_agreement("local", SETTING)
+
+
+def test_peak_bytes_are_those_of_the_tensors():
+    x = torch.ones(1000, 1000)
+    assert peak_bytes(lambda: (x + 1) + 1, "cpu") == pytest.approx(2 * x.nbytes, abs=1000)
+    assert peak_bytes(lambda: (x + 1).sum(), "cpu") == pytest.approx(x.nbytes, abs=1000)
+
+
+def test_the_error_of_softmax_itself_is_none():
+    assert error("softmax", SETTING, inputs(SETTING, 50)) < 1e-6
+    assert error("linear", SETTING, inputs(SETTING, 50)) > 0.01
+
+
+def test_killed_at_any_moment_it_leaves_what_was_finished(tmp_path):
+    """The file can be read, and no finished cell is lost; as often as SUBQUAD_KILLS says."""
+    path = tmp_path / FILE
+    code = (
+        "from pathlib import Path; from subquad.bench import *\n"
+        "compare(Plan(('linear', 'taylor'), (64, 128, 256), rounds=1000, budget=600), "
+        f"Setting(heads=2, head_dim=16, threads=1), Path({str(tmp_path)!r}))"
+    )
+    draw, rounds = random.Random(0), {}
+    for _ in range(int(os.environ.get("SUBQUAD_KILLS", "5"))):
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, start_new_session=True)
+        writes, waited = {path.stat().st_mtime_ns if path.exists() else 0}, time.monotonic()
+        while len(writes) < 5 and time.monotonic() - waited < 60:  # it has begun to measure
+            writes.add(path.stat().st_mtime_ns if path.exists() else 0)
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 2))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        now = {(t.method, t.length, t.kind): t.rounds for t in load(path).timings}
+        for cell, measured in rounds.items():
+            assert now[cell][: len(measured)] == measured
+        rounds = now
+    assert sum(map(len, rounds.values())) > 20
+    assert json.loads(Path(path).read_text())["finished"] is False
