@@ -1,7 +1,7 @@
 """Attention that does not grow with the square of the sequence: every efficient mechanism behind one call."""
 
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 from subquad.api import Mechanism, attention
 from subquad.errors import (
@@ -44,9 +44,12 @@ from subquad.state import State
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name == "models":  # on first use, since it loads Hugging Face's transformers
+def __getattr__(name: str) -> Any:
+    """`models` and `advise` load more than torch, so they load when they are used."""
+    if name == "models":
         return import_module("subquad.models")
+    if name == "advise":
+        return import_module("subquad.bench").advise
     raise AttributeError(f"module 'subquad' has no attribute {name!r}")
 
 
