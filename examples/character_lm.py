@@ -20,7 +20,7 @@ from subquad.models import SubquadCache, SubquadConfig, SubquadForCausalLM
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("file", type=Path, nargs="?", help="text to learn from")
 parser.add_argument("--method", default="linear, local every 2nd layer", help="the mechanism of self-attention")
-parser.add_argument("--steps", type=int, default=600, help="training steps (600)")
+parser.add_argument("--steps", type=int, default=400, help="training steps (400)")
 parser.add_argument("--length", type=int, default=256, help="bytes in a training sequence (256)")
 parser.add_argument("--sample", type=int, default=400, help="bytes to write (400)")
 parser.add_argument("--seed", type=int, default=0)

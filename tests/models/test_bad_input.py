@@ -12,6 +12,8 @@ from subquad.models import (
     SubquadForConditionalGeneration,
     SubquadForImageClassification,
     SubquadForMaskedLM,
+    SubquadForSequenceClassification,
+    SubquadForTokenClassification,
     SubquadModel,
 )
 from tests.models.small import causal_lm, config, tokens, translator
@@ -43,7 +45,14 @@ from tests.models.small import causal_lm, config, tokens, translator
         ({"position": "relative_bias", "method": ["softmax", "local"]}, "local cannot take .layer 1."),
         ({"method": "linear", "cross_method": "local", "add_cross_attention": True}, "(?s)cross-attention of layer 0.*local"),
         ({"method": "nystrom", "is_decoder": True}, "(?s)self-attention of layer 0 needs causal.*Set method to one of these"),
-        ({"method": "nystrom", "is_encoder_decoder": True}, "(?s)needs causal attention"),
+        (
+            {"method": "nystrom", "is_encoder_decoder": True},
+            "(?s)the decoder's self-attention of layer 0 needs.*Set decoder_method",
+        ),
+        ({"method": "linear, softmax every second layer"}, 'as a phrase reads "linear, softmax every 4th layer"; got'),
+        ({"rope_theta": None}, "rope_theta is the base of rotary angles, a number above 1"),
+        ({"rope_theta": 1}, "rope_theta is the base of rotary angles"),
+        ({"attn_implementation": "sdpa"}, "method says how to attend; got attn_implementation='sdpa'"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(fields, said):
@@ -56,6 +65,34 @@ def test_a_config_changed_later_is_refused_by_the_model():
     changed.position = "alibi"
     with pytest.raises(sq.UnsupportedError, match="position='alibi'"):
         SubquadModel(changed)
+
+
+@pytest.mark.parametrize("fields", [{"decoder_method": "linear"}, {"cross_method": "linear"}, {"num_decoder_layers": 3}])
+def test_fields_of_an_encoder_decoder_are_refused_elsewhere(fields):
+    with pytest.raises(sq.OptionError, match=f"{next(iter(fields))} belongs to an encoder-decoder, and this model is none"):
+        SubquadForCausalLM(config(**fields))
+
+
+def test_options_that_are_causal_only_wait_for_the_model():
+    gated = config(sq.RFA(gated=True, features=4))
+    SubquadForCausalLM(gated)
+    with pytest.raises(sq.UnsupportedError, match=r"(?s)needs bidirectional attention.*only when causal"):
+        SubquadForMaskedLM(gated)
+
+
+def test_a_saved_model_keeps_its_direction(tmp_path):
+    causal_lm("linear").save_pretrained(tmp_path / "causal")
+    with pytest.raises(sq.InputError, match="reads in both directions; got is_decoder=True"):
+        SubquadForMaskedLM.from_pretrained(tmp_path / "causal")
+    SubquadForMaskedLM(config("linear")).save_pretrained(tmp_path / "masked")
+    with pytest.raises(sq.InputError, match="of a bidirectional SubquadForMaskedLM; set is_decoder=True"):
+        SubquadForCausalLM.from_pretrained(tmp_path / "masked")
+    SubquadForCausalLM.from_pretrained(tmp_path / "masked", is_decoder=True)
+
+
+def test_a_model_without_a_source_has_no_cross_attention():
+    with pytest.raises(sq.InputError, match="SubquadForCausalLM has no source to attend to; leave add_cross_attention out"):
+        SubquadForCausalLM(config(add_cross_attention=True))
 
 
 def test_a_decoder_may_not_see_its_later_queries_through_cross_attention():
@@ -80,7 +117,7 @@ def test_ids_outside_the_vocabulary(bad):
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        (torch.zeros(3, 5), r"integer token ids, .batch, length.; got \(3, 5\) torch.float32"),
+        (torch.zeros(3, 5), r"token ids of int32 or int64, .batch, length.; got \(3, 5\) torch.float32"),
         (torch.zeros(5, dtype=torch.int64), r"got \(5,\)"),
         ([[1, 2]], "got list"),
         (None, "pass exactly one of input_ids and inputs_embeds; got neither"),
@@ -120,6 +157,16 @@ def test_an_attention_mask_covers_the_past():
     with pytest.raises(sq.InputError, match=r"= \(3, 14\), 13 of which are in the cache; got \(3, 1\)"):
         model(ids[:, :1], mask[:, :1], past_key_values=cache)
     assert cache.get_seq_length() == 13
+
+
+def test_a_mask_may_not_contradict_the_cache():
+    model = causal_lm("linear")
+    ids, mask = tokens()
+    for fed, said in ((None, "row 0 has 13 real tokens in the cache, and 9 here"), (mask, "row 0 has 9 .* and 13 here")):
+        cache = model(ids, fed).past_key_values
+        now = torch.cat([mask if fed is None else torch.ones_like(mask), mask.new_ones(3, 1)], 1)
+        with pytest.raises(sq.InputError, match=said):
+            model(ids[:, :1], now, past_key_values=cache)
 
 
 def test_a_mask_of_ones_asks_for_nothing():
@@ -168,6 +215,98 @@ def test_the_source_of_cross_attention():
         translator("linear", bos_token_id=None)(ids, mask, labels=ids)
 
 
+def test_another_source_needs_another_cache():
+    model = translator("linear")
+    ids, mask = tokens()
+    cache = SubquadCache(model.config)
+    model(ids, mask, ids[:, :2], past_key_values=cache)
+    with pytest.raises(sq.InputError, match="has read a source of 13 tokens; got another of 5"):
+        model(ids[:, -5:], mask[:, -5:], ids[:, :1], past_key_values=cache)
+    with pytest.raises(sq.InputError, match=r"with batch 2; got \(3, 13, 24\)"):
+        model(ids, mask, ids[:2])
+    with pytest.raises(sq.InputError, match="encoder_outputs is what the encoder returned; got Tensor"):
+        model(None, mask, ids, encoder_outputs=torch.zeros(3, 13, 24))
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (torch.zeros(3, 12, dtype=torch.int64), r"labels must be \(batch, tokens\) = \(3, 13\); got \(3, 12\)"),
+        (torch.full((3, 13), -1), "got -1 in row 0, place 0. What is not to be predicted is -100"),
+        (torch.zeros(3, 13), "labels must be token ids of int32 or int64"),
+    ],
+)
+def test_labels_that_do_not_fit(labels, said):
+    with pytest.raises(sq.InputError, match=said):
+        causal_lm("linear")(tokens()[0], labels=labels)
+
+
+def test_labels_of_int32_are_taken():
+    model, ids = causal_lm("linear"), tokens()[0]
+    assert model(ids.int(), labels=ids.int()).loss == model(ids, labels=ids).loss
+
+
+def test_logits_to_keep():
+    model, ids = causal_lm("linear"), tokens()[0]
+    assert model(ids, logits_to_keep=2).logits.shape == (3, 2, 53)
+    with pytest.raises(sq.InputError, match="logits_to_keep is a whole number, 0 for all; got -1"):
+        model(ids, logits_to_keep=-1)
+    with pytest.raises(sq.InputError, match="got labels and logits_to_keep"):
+        model(ids, labels=ids, logits_to_keep=1)
+
+
+def classifier(kind=SubquadForSequenceClassification, **fields):
+    torch.manual_seed(0)
+    return kind(config("linear", **fields)).eval()
+
+
+@pytest.mark.parametrize(
+    ("fields", "labels", "said"),
+    [
+        (
+            {"num_labels": 3},
+            torch.tensor([0, 3, 1]),
+            "classes from 0 to 2, or -100 for none; got values from 0 to 3. Set num_labels",
+        ),
+        ({"num_labels": 3}, torch.tensor([0, 1]), r"integer classes, \(3,\); got \(2,\)"),
+        ({"num_labels": 3, "problem_type": "single_label_classification"}, torch.zeros(3), "integer classes"),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, torch.zeros(3, 2), r"shape of the logits, \(3, 3\)"),
+        ({"num_labels": 1}, torch.zeros(2), r"shape of the logits, \(3, 1\)"),
+    ],
+)
+def test_classes_that_do_not_fit(fields, labels, said):
+    with pytest.raises(sq.InputError, match=said):
+        classifier(**fields)(tokens()[0], labels=labels)
+
+
+def test_kinds_of_labels():
+    ids, mask = tokens()
+    for fields, labels in (
+        ({"num_labels": 3}, torch.tensor([0, 2, -100])),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, torch.ones(3, 3, dtype=torch.int64)),
+        ({"num_labels": 1}, torch.tensor([1, 2, 3])),
+        ({"num_labels": 1}, torch.rand(3, 1)),
+        ({"num_labels": 2, "problem_type": "regression"}, torch.rand(3, 2)),
+    ):
+        assert classifier(**fields)(ids, mask, labels=labels).loss.isfinite()
+    assert classifier(SubquadForTokenClassification, num_labels=3)(ids, mask, labels=ids % 3).loss.isfinite()
+
+
+def test_a_label_needs_a_token():
+    for is_decoder in (False, True):
+        with pytest.raises(sq.InputError, match="at least one token; got none"):
+            classifier(is_decoder=is_decoder)(tokens()[0][:, :0])
+    with pytest.raises(sq.InputError, match="needs num_labels of at least 1; got 0"):
+        classifier(num_labels=0)
+
+
+def test_embeddings_that_do_not_fit():
+    with pytest.raises(sq.InputError, match=r"inputs_embeds must be \(batch, length, 24\); got shape \(2, 3, 5\)"):
+        causal_lm("linear")(inputs_embeds=torch.zeros(2, 3, 5, dtype=torch.float64))
+    with pytest.raises(sq.InputError, match=r"inputs_embeds must have the precision of the layer"):
+        causal_lm("linear")(inputs_embeds=torch.zeros(2, 3, 24))
+
+
 def test_images_that_do_not_fit():
     model = SubquadForImageClassification(config("linear", image_size=(8, 4), patch_size=2))
     assert model(torch.zeros(5, 3, 8, 4)).logits.shape == (5, 2)
@@ -183,8 +322,9 @@ def test_models_that_a_config_cannot_give():
         SubquadModel(config(is_encoder_decoder=True))
     with pytest.raises(sq.InputError, match="SubquadForCausalLM predicts tokens, so it needs a vocab_size; got None"):
         SubquadForCausalLM(config(vocab_size=None, pad_token_id=None, bos_token_id=None))
-    with pytest.raises(sq.InputError, match="takes a SubquadConfig; got dict"):
-        SubquadModel({})
+    for model in (SubquadModel, SubquadForCausalLM, SubquadForConditionalGeneration, SubquadForImageClassification):
+        with pytest.raises(sq.InputError, match=f"{model.__name__} takes a SubquadConfig; got dict"):
+            model({})
     with pytest.raises(sq.InputError, match="vocab_size=None and reads no tokens; got input_ids"):
         SubquadModel(SubquadConfig(vocab_size=None, num_hidden_layers=1))(tokens()[0])
 

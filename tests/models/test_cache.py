@@ -20,10 +20,7 @@ def fed(model, ids, mask=None, *, record=False):
 
 
 def next_logits(model, cache, batch=3):
-    mask = None
-    if cache.get_seq_length() != int(cache.position.value.min()):
-        mask = torch.ones(batch, cache.get_seq_length() + 1, dtype=torch.long)
-    return model(torch.full((batch, 1), 7), mask, past_key_values=cache).logits
+    return model(torch.full((batch, 1), 7), past_key_values=cache).logits
 
 
 @every(DECODABLE)
@@ -51,8 +48,9 @@ def test_only_what_was_recorded_can_be_removed():
     cache.crop(0)
     with pytest.raises(sq.StateError, match="got 1 to remove"):
         cache.crop(-1)
-    with pytest.raises(sq.StateError, match="below 0, as in crop"):
-        cache.crop(3)
+    for wrong in (3, None, 1.5):
+        with pytest.raises(sq.StateError, match="whole number below 0, as in crop"):
+            cache.crop(wrong)
     assert cache.get_seq_length() == 26
 
 
@@ -78,6 +76,18 @@ def test_rows_are_reordered_selected_and_repeated(method):
         assert cache.batch_size == len(rows)
         expected = fed(model, ids[rows], mask[rows])
         assert_close(next_logits(model, cache, len(rows)), next_logits(model, expected, len(rows)))
+
+
+@every(DECODABLE)
+def test_going_back_after_reordering(method):
+    model = causal_lm(method, position="sinusoidal")
+    ids, mask = tokens()
+    cache = fed(model, ids, mask, record=True)
+    rows = [2, 0, 0, 1]
+    cache.reorder_cache(torch.tensor(rows))
+    cache.crop(-6)
+    expected = fed(model, ids[rows, :7], mask[rows, :7])
+    assert_close(next_logits(model, cache, 4), next_logits(model, expected, 4))
 
 
 def test_the_source_is_reordered_with_its_rows():
@@ -127,6 +137,15 @@ def test_bytes_are_those_of_the_tensors():
     parts = [part for layer in cache.layers for part in layer.state.parts.values()] + [cache.position.value]
     assert cache.nbytes == sum(part.nbytes for part in parts)
     assert cache.nbytes > 2 * 2 * 3 * 8 * 8 * 4  # layers, batch, heads, and the sums over 8 channels of keys and of values
+
+
+def test_rows_of_the_wrong_kind():
+    cache = fed(causal_lm("linear"), tokens()[0])
+    with pytest.raises(sq.InputError, match="rows are named by a tensor of indices"):
+        cache.batch_select_indices([1])
+    for wrong in (-1, 0, 1.5):
+        with pytest.raises(sq.InputError, match="repeats must be a whole number of at least 1"):
+            cache.batch_repeat_interleave(wrong)
 
 
 def test_other_models_cannot_use_it():

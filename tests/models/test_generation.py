@@ -134,6 +134,55 @@ def test_an_encoder_decoder_is_assisted_too():
     assert torch.equal(generate(model, ids, do_sample=False, assistant_model=other), expected)
 
 
+def test_an_encoder_decoder_goes_on_from_a_cache():
+    model = translator("linear")
+    ids, mask = tokens()
+    cache = SubquadCache(model.config)
+    first = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    second = model.generate(
+        ids, attention_mask=mask, decoder_input_ids=first, past_key_values=cache, max_new_tokens=5, do_sample=False
+    )
+    assert torch.equal(second, generate(model, ids, mask, do_sample=False))
+    assert cache.get_seq_length() == 9
+
+
+def test_going_on_needs_new_tokens():
+    model, ids = causal_lm("linear"), tokens()[0]
+    for given in (ids, ids[:, :3]):
+        cache = model(ids).past_key_values
+        with pytest.raises(sq.InputError, match="the cache holds 13 tokens, and the text has"):
+            generate(model, given, past_key_values=cache)
+    with pytest.raises(sq.InputError, match="assisted decoding begins with an empty cache"):
+        generate(
+            model, ids[:1], past_key_values=model(ids[:1, :5]).past_key_values, prompt_lookup_num_tokens=2, do_sample=False
+        )
+    with pytest.raises(sq.InputError, match="cannot leave out its last layers"):
+        generate(model, ids[:1], assistant_early_exit=1, do_sample=False)
+    assert model.config.num_hidden_layers == 2
+
+
+def test_only_the_new_tokens_may_come_with_a_mask_of_all():
+    model, ids = causal_lm("linear"), tokens()[0][2:]
+    expected = generate(model, ids, do_sample=False)
+    cache = model(ids[:, :8]).past_key_values
+    found = generate(model, ids[:, 8:], torch.ones_like(ids), past_key_values=cache, do_sample=False)
+    assert torch.equal(found[:, -9:], expected[:, -9:])
+
+
+def test_it_assists_another_architecture():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 3}
+    llama = (
+        LlamaForCausalLM(LlamaConfig(vocab_size=53, **sizes, bos_token_id=1, eos_token_id=None, pad_token_id=0)).double().eval()
+    )
+    ids = tokens(1)[0]
+    model = causal_lm("linear")
+    assert torch.equal(generate(llama, ids, do_sample=False, assistant_model=model), generate(llama, ids, do_sample=False))
+    assert torch.equal(generate(model, ids, do_sample=False, assistant_model=llama), generate(model, ids, do_sample=False))
+
+
 def test_pads_of_the_source_do_not_matter():
     model = translator("linear")
     ids, mask = tokens()

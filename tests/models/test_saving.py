@@ -220,6 +220,15 @@ def test_vocabulary_can_grow():
     assert model(torch.tensor([[59]])).logits.shape == (1, 1, 60)
 
 
+def test_the_vocabulary_of_an_encoder_decoder_can_grow():
+    model = SubquadForConditionalGeneration(config("linear"))
+    model.resize_token_embeddings(60)
+    assert model(torch.tensor([[59]]), labels=torch.tensor([[58]])).logits.shape == (1, 1, 60)
+    model.resize_token_embeddings(20)
+    with pytest.raises(sq.InputError, match="0 to 19; got 30"):
+        model(torch.tensor([[30]]), labels=torch.tensor([[3]]))
+
+
 def test_half_precision_is_loaded_as_it_was_saved(tmp_path):
     model = causal_lm("performer", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)

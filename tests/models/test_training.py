@@ -148,3 +148,18 @@ def test_the_loss_is_the_mean_over_labels_that_count():
     torch.testing.assert_close(out.loss.double(), expected, rtol=1e-6, atol=0)
     shared = model(**batch, num_items_in_batch=2 * counts.sum()).loss
     torch.testing.assert_close(shared, out.loss / 2)
+
+
+def test_the_trainer_trains(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = built(SubquadForCausalLM, "linear")
+    batch = batch_for(model)
+    rows = [{name: x[i] for name, x in batch.items()} for i in range(3)] * 8
+    arguments = TrainingArguments(
+        tmp_path, max_steps=30, per_device_train_batch_size=3, learning_rate=0.01, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+    before = model(**batch).loss
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert model(**batch).loss < before / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
@@ -41,8 +42,15 @@ class Rolling(Generic[T]):
         self.value = step.new
 
     def map(self, change: Callable[[T], T]) -> None:
-        """Change the value; what was recorded no longer leads to it."""
-        self._steps.clear()
+        """Change the value, and all that was recorded on the way to it."""
+
+        def changed(again: Callable[[int], T]) -> Callable[[int], T]:
+            return lambda keep: change(again(keep))
+
+        self._steps = [
+            (None if before is None else change(before), Step(change(step.new), step.tokens, changed(step.again)))
+            for before, step in self._steps
+        ]
         if self.value is not None:
             self.value = change(self.value)
 
@@ -184,15 +192,25 @@ class SubquadCache(Cache):
         self.reorder_cache(_rows(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise InputError(f"repeats must be a whole number of at least 1; got {repeats!r}.")
         super().batch_repeat_interleave(repeats)
         self.position.map(lambda position: position.repeat_interleave(repeats))
 
 
 def _removed(tokens_to_remove: int) -> int:
-    if tokens_to_remove > 0:
-        raise StateError(f"crop takes how many tokens to remove as a number below 0, as in crop(-3); got {tokens_to_remove}.")
-    return -tokens_to_remove
+    try:
+        number = operator.index(tokens_to_remove)
+    except TypeError:
+        number = 1
+    if number > 0:
+        raise StateError(
+            f"crop takes how many tokens to remove as a whole number below 0, as in crop(-3); got {tokens_to_remove!r}."
+        )
+    return -number
 
 
 def _rows(indices: Tensor) -> Tensor:
+    if not isinstance(indices, Tensor):
+        raise InputError(f"rows are named by a tensor of indices, or of True and False; got {type(indices).__name__}.")
     return indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices

@@ -5,18 +5,23 @@ B batch, N tokens, L labels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput, SequenceClassifierOutput, TokenClassifierOutput
 from transformers.utils import can_return_tuple
 
 from subquad.errors import InputError
+from subquad.models import inputs
 from subquad.models.configuration import SubquadConfig
 from subquad.models.transformer import SubquadModel, SubquadPreTrainedModel
 
 
 def pooled(hidden: Tensor, attention_mask: Tensor | None, is_causal: bool) -> Tensor:
     """(B, N, dim) -> (B, dim): the mean of a row's real tokens or, where only the last has seen all others, the last."""
+    if not hidden.shape[1]:
+        raise InputError("a label is for a sequence of at least one token; got none.")
     if attention_mask is None:
         return hidden[:, -1] if is_causal else hidden.mean(1)
     real = attention_mask.to(hidden.device).bool()
@@ -31,12 +36,17 @@ def pooled(hidden: Tensor, attention_mask: Tensor | None, is_causal: bool) -> Te
 class _Classifier(SubquadPreTrainedModel):
     """Blocks, and a linear map to the labels' logits."""
 
-    def __init__(self, config: SubquadConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: SubquadConfig, **fields: Any) -> None:
+        super().__init__(config, **fields)
         self.num_labels = config.num_labels
-        self.model = SubquadModel(config)
+        if not self.num_labels or self.num_labels < 1:
+            raise InputError(f"{type(self).__name__} needs num_labels of at least 1; got {self.num_labels!r}.")
+        self.model = SubquadModel(self.config)
         self.dropout = nn.Dropout(config.dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+
+    def _loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        return self.loss_function(inputs.classes(labels, logits, self.config.problem_type), logits, self.config)
 
 
 class SubquadForSequenceClassification(_Classifier):
@@ -68,7 +78,7 @@ class SubquadForSequenceClassification(_Classifier):
         )
         whole = pooled(outputs.last_hidden_state, attention_mask, self.config.is_decoder)
         logits = self.classifier(self.dropout(whole))
-        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        loss = None if labels is None else self._loss(labels, logits)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -100,7 +110,9 @@ class SubquadForTokenClassification(_Classifier):
             return_dict=True,
         )
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None if labels is None else self.loss_function(logits, labels, self.config)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, inputs.classes(labels, logits, "single_label_classification"), self.config)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -110,8 +122,7 @@ class SubquadForImageClassification(_Classifier):
     main_input_name = "pixel_values"
 
     def __init__(self, config: SubquadConfig) -> None:
-        config = config.changed(vocab_size=None)
-        super().__init__(config)
+        super().__init__(config, vocab_size=None)
         height, width = config.image_sides
         patch = config.patch_size
         if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 or side % patch for side in (height, width)):
@@ -147,5 +158,5 @@ class SubquadForImageClassification(_Classifier):
         )
         whole = pooled(outputs.last_hidden_state, None, self.config.is_decoder)
         logits = self.classifier(self.dropout(whole))
-        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        loss = None if labels is None else self._loss(labels, logits)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

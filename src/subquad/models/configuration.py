@@ -106,6 +106,10 @@ class SubquadConfig(PreTrainedConfig):
             setattr(self, name, methods.from_json(getattr(self, name)))
         if self.position == "learned" and self.max_position_embeddings is None:
             self.max_position_embeddings = 4096
+        if kwargs.get("attn_implementation") not in (None, "eager"):
+            raise OptionError(
+                f"method says how to attend; got attn_implementation={kwargs['attn_implementation']!r}. Leave it out."
+            )
         super().__post_init__(**kwargs)
         self.check()
 
@@ -141,7 +145,14 @@ class SubquadConfig(PreTrainedConfig):
 
     def encoder_part(self) -> SubquadConfig:
         """The encoder's part of an encoder-decoder."""
-        return self.changed(is_encoder_decoder=False, is_decoder=False, add_cross_attention=False)
+        return self.changed(
+            is_encoder_decoder=False,
+            is_decoder=False,
+            add_cross_attention=False,
+            decoder_method=None,
+            cross_method=None,
+            num_decoder_layers=None,
+        )
 
     def decoder_part(self) -> SubquadConfig:
         """The decoder's part of an encoder-decoder."""
@@ -151,6 +162,8 @@ class SubquadConfig(PreTrainedConfig):
             add_cross_attention=True,
             method=self.method if self.decoder_method is None else self.decoder_method,
             num_hidden_layers=self.num_hidden_layers if self.num_decoder_layers is None else self.num_decoder_layers,
+            decoder_method=None,
+            num_decoder_layers=None,
         )
 
     def changed(self, **fields: Any) -> SubquadConfig:
@@ -179,6 +192,9 @@ class SubquadConfig(PreTrainedConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise InputError(f"{name} must be a finite number above 0; got {value!r}.")
+        theta = self.rope_theta
+        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 1 < theta < math.inf:
+            raise InputError(f"rope_theta is the base of rotary angles, a number above 1 such as 10000.0; got {theta!r}.")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -195,18 +211,31 @@ class SubquadConfig(PreTrainedConfig):
             raise InputError(
                 f"num_key_value_heads must divide num_attention_heads; got {self.kv_heads} and {self.num_attention_heads}."
             )
-        self._check_methods()
+        self._check_methods(direction=False)
 
-    def _check_methods(self) -> None:
+    def check_model(self) -> None:
+        """Refuse what no model can be built from; the direction is known by now."""
+        self.check()
+        self._check_methods(direction=True)
         if self.is_encoder_decoder:
-            self.encoder_part()._check_methods()
-            self.decoder_part()._check_methods()
             return
-        needs = ["is_causal", "decode"] if self.is_decoder else ["bidirectional"]
+        alone = {"decoder_method": self.decoder_method, "num_decoder_layers": self.num_decoder_layers}
+        alone |= {} if self.add_cross_attention else {"cross_method": self.cross_method}
+        for name, value in alone.items():
+            if value is not None:
+                raise OptionError(f"{name} belongs to an encoder-decoder, and this model is none; got {value!r}. Leave it out.")
+
+    def _check_methods(self, direction: bool, own: str = "method") -> None:
+        if self.is_encoder_decoder:
+            self.encoder_part()._check_methods(direction)
+            self.decoder_part()._check_methods(direction, "decoder_method")
+            return
+        needs = ["is_causal", "decode"] if self.is_decoder else ["bidirectional"] if direction else []
         common = {"enable_gqa": self.kv_heads != self.num_attention_heads, "dropout_p": self.attention_dropout > 0}
         needs += [need for need, is_asked in common.items() if is_asked]
         for layer, method in enumerate(self.self_methods):
-            self._require(method, needs, f"self-attention of layer {layer}", "method")
+            side = "the decoder's " if own == "decoder_method" else ""
+            self._require(method, needs, f"{side}self-attention of layer {layer}", own)
             reasons = method.reasons(["attn_mask"]) if self.position in BIASES else {}
             if reasons:
                 raise UnsupportedError(

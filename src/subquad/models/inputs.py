@@ -8,6 +8,8 @@ from torch import Tensor
 from subquad.errors import InputError
 from subquad.models.cache import SubquadCache
 
+IGNORED = -100  # the label that counts for nothing
+
 
 def tokens(name: str, ids: Tensor | None, embeds: Tensor | None, vocab_size: int | None) -> None:
     """Exactly one of ids (B, N) in the vocabulary and embeddings (B, N, dim)."""
@@ -22,7 +24,7 @@ def vocabulary(name: str, ids: Tensor, vocab_size: int | None, *, ignored: int |
     """Integer ids (B, N) from 0 to below `vocab_size`, or `ignored`."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 2:
         came = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise InputError(f"{name} must be integer token ids, (batch, length); got {came}.")
+        raise InputError(f"{name} must be token ids of int32 or int64, (batch, length); got {came}.")
     if vocab_size is None:
         raise InputError(f"this model has vocab_size=None and reads no tokens; got {name}. Pass embeddings.")
     if not ids.numel() or not _is_readable(ids):
@@ -32,14 +34,51 @@ def vocabulary(name: str, ids: Tensor, vocab_size: int | None, *, ignored: int |
         outside &= ids != ignored
     if bool(outside.any()):
         row, column = outside.nonzero()[0].tolist()
+        hint = "Is the tokenizer the model's own?" if ignored is None else f"What is not to be predicted is {ignored}."
         raise InputError(
             f"{name} must lie in the vocabulary, 0 to {vocab_size - 1}; got {int(ids[row, column])} in row {row}, place "
-            f"{column}. Is the tokenizer the model's own?"
+            f"{column}. {hint}"
         )
 
 
-def padding(name: str, mask: Tensor | None, shape: tuple[int, int], past: int) -> Tensor | None:
-    """The mask of the last tokens as bool; None if all are real. `mask` is (B, past + N), 1 or True for real tokens."""
+def targets(labels: Tensor, like: Tensor, vocab_size: int | None) -> Tensor:
+    """Labels in the vocabulary, or -100, one for each of `like` (B, N, ...); as int64, which the loss takes."""
+    vocabulary("labels", labels, vocab_size, ignored=IGNORED)
+    if labels.shape != like.shape[:2]:
+        raise InputError(f"labels must be (batch, tokens) = {tuple(like.shape[:2])}; got {tuple(labels.shape)}.")
+    return labels.long()
+
+
+def classes(labels: Tensor, logits: Tensor, problem_type: str | None) -> Tensor:
+    """Labels that fit logits (..., L): classes below L or -100; numbers, or several labels at once, of the logits' shape."""
+    count = logits.shape[-1]
+    if not isinstance(labels, Tensor):
+        raise InputError(f"labels must be a tensor; got {type(labels).__name__}.")
+    is_class = problem_type == "single_label_classification" or (
+        problem_type is None and count > 1 and not labels.is_floating_point()
+    )
+    if not is_class:
+        if labels.shape not in (logits.shape, logits.shape[: labels.dim()] if count == 1 else logits.shape):
+            raise InputError(f"labels must have the shape of the logits, {tuple(logits.shape)}; got {tuple(labels.shape)}.")
+        return labels.to(logits.dtype)
+    if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+        came = f"{tuple(labels.shape)} {labels.dtype}"
+        raise InputError(f"labels must be integer classes, {tuple(logits.shape[:-1])}; got {came}.")
+    if _is_readable(labels) and bool(((labels != IGNORED) & ((labels < 0) | (labels >= count))).any()):
+        raise InputError(
+            f"labels must be classes from 0 to {count - 1}, or {IGNORED} for none; got values from {labels.min()} to "
+            f"{labels.max()}. Set num_labels."
+        )
+    return labels.long()
+
+
+def padding(
+    name: str, mask: Tensor | None, shape: tuple[int, int], past: int = 0, counted: Tensor | None = None
+) -> Tensor | None:
+    """The mask of the last tokens as bool; None if all are real. `mask` is (B, past + N), 1 or True for real tokens.
+
+    `counted` (B,) is how many of the past tokens were real when they came.
+    """
     if mask is None:
         return None
     expected = (shape[0], past + shape[1])
@@ -49,11 +88,17 @@ def padding(name: str, mask: Tensor | None, shape: tuple[int, int], past: int) -
         raise InputError(f"{name} must be (batch, tokens) = {expected}{behind}; got {came}.")
     if mask.is_floating_point() or mask.is_complex():
         raise InputError(f"{name} must be bool or integer, 1 for real tokens and 0 for pads; got {mask.dtype}.")
-    mask = mask[:, past:]
     if not _is_readable(mask):
-        return mask.bool()
+        return mask[:, past:].bool()
     if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
         raise InputError(f"{name} must hold 1 for real tokens and 0 for pads; got values from {mask.min()} to {mask.max()}.")
+    if counted is not None and bool((differs := mask[:, :past].sum(1) != counted).any()):
+        row = int(differs.nonzero()[0])
+        raise InputError(
+            f"{name} must name the pads of the past as they were; row {row} has {int(counted[row])} real tokens in the cache, "
+            f"and {int(mask[row, :past].sum())} here."
+        )
+    mask = mask[:, past:]
     return None if bool(mask.all()) else mask.bool()
 
 

@@ -58,6 +58,8 @@ def by_layer(method: Any, layers: int, field: str) -> list[Config]:
             raise OptionError(f"{field}={method!r} needs a step from 1 to the number of layers, {layers}; got {step}.")
         most, other = resolve(phrase["most"]), resolve(phrase["other"])
         return [other if layer % step == 0 else most for layer in range(1, layers + 1)]
+    if isinstance(method, str) and " every " in method:
+        raise OptionError(f'{field} as a phrase reads "linear, softmax every 4th layer"; got {method!r}.')
     return [resolve(from_json(method))] * layers
 
 

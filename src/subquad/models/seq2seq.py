@@ -17,7 +17,7 @@ from subquad.errors import InputError
 from subquad.models import inputs
 from subquad.models.cache import SubquadCache
 from subquad.models.configuration import SubquadConfig
-from subquad.models.language import IGNORED, SubquadGenerationMixin, require_vocabulary
+from subquad.models.language import SubquadGenerationMixin, require_vocabulary
 from subquad.models.transformer import SubquadModel, SubquadPreTrainedModel
 
 
@@ -31,10 +31,9 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, SubquadGenerationM
     }
 
     def __init__(self, config: SubquadConfig) -> None:
-        config = config.changed(is_encoder_decoder=True)
-        super().__init__(config)
-        self.encoder = SubquadModel(config.encoder_part())
-        self.decoder = SubquadModel(config.decoder_part())
+        super().__init__(config, is_encoder_decoder=True)
+        self.encoder = SubquadModel(self.config.encoder_part())
+        self.decoder = SubquadModel(self.config.decoder_part())
         self.lm_head = nn.Linear(config.hidden_size, require_vocabulary(self, config), bias=False)
         self.post_init()
 
@@ -77,12 +76,13 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, SubquadGenerationM
         elif input_ids is not None or inputs_embeds is not None:
             raise InputError("the source came twice, as encoder_outputs and as ids or embeddings; pass one of them.")
         elif not hasattr(encoder_outputs, "last_hidden_state"):
+            if not isinstance(encoder_outputs, (tuple, list)):
+                raise InputError(f"encoder_outputs is what the encoder returned; got {type(encoder_outputs).__name__}.")
             encoder_outputs = BaseModelOutput(*encoder_outputs)
-        if labels is not None:
-            inputs.vocabulary("labels", labels, self.config.vocab_size, ignored=IGNORED)
-            if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        inputs.tokens("decoder_input_ids", decoder_input_ids, decoder_inputs_embeds, self.config.vocab_size)
+        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
+            inputs.vocabulary("labels", labels, self.decoder.vocabulary, ignored=inputs.IGNORED)
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        inputs.tokens("decoder_input_ids", decoder_input_ids, decoder_inputs_embeds, self.decoder.vocabulary)
         outputs = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
@@ -97,7 +97,8 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, SubquadGenerationM
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
-            loss = ForMaskedLMLoss(logits, labels, self.config.vocab_size, num_items_in_batch)
+            labels = inputs.targets(labels, logits, self.decoder.vocabulary)
+            loss = ForMaskedLMLoss(logits, labels, logits.shape[-1], num_items_in_batch)
         return Seq2SeqLMOutput(
             loss=loss,
             logits=logits,
@@ -115,4 +116,4 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, SubquadGenerationM
             raise InputError("labels are moved right behind a start token; set decoder_start_token_id or bos_token_id.")
         pad = start if config.pad_token_id is None else config.pad_token_id
         moved = torch.cat([labels.new_full((labels.shape[0], 1), start), labels[:, :-1]], dim=1)
-        return moved.masked_fill(moved == IGNORED, pad)
+        return moved.masked_fill(moved == inputs.IGNORED, pad)

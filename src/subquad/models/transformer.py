@@ -16,6 +16,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.utils import can_return_tuple
 
+from subquad import checks
 from subquad.api import Mechanism
 from subquad.errors import InputError, StateError
 from subquad.models import inputs
@@ -36,10 +37,19 @@ class SubquadPreTrainedModel(PreTrainedModel):
     _no_split_modules = ("Block",)
     _skip_keys_device_placement = ("past_key_values",)
 
-    def __init__(self, config: SubquadConfig) -> None:
+    takes_source = False
+
+    def __init__(self, config: SubquadConfig, **fields: Any) -> None:
+        """`fields` are those that this class sets."""
         if not isinstance(config, SubquadConfig):
             raise InputError(f"{type(self).__name__} takes a SubquadConfig; got {type(config).__name__}.")
-        config.check()
+        config = config.changed(**fields)
+        config.check_model()
+        if config.add_cross_attention and not self.takes_source:
+            raise InputError(
+                f"{type(self).__name__} has no source to attend to; leave add_cross_attention out, or use "
+                "SubquadForConditionalGeneration, which has an encoder, or SubquadModel."
+            )
         super().__init__(config)
 
     @torch.no_grad()
@@ -76,8 +86,8 @@ def _refuse(misfits: dict[str, Iterable[str]], model: str, path: object) -> None
     if lines:
         raise InputError(
             f"the weights in {path} are not those of {model} with this config:{lines}\n"
-            "Load with the class and config that saved them, or with strict=False, which starts missing weights anew and "
-            "leaves surplus ones out."
+            "Load with the class and config that saved them; or with strict=False, which starts missing weights anew and "
+            "leaves surplus ones out, and ignore_mismatched_sizes=True, which starts those of another shape anew."
         )
 
 
@@ -92,6 +102,8 @@ def _some(names: list[str]) -> str:
 
 class SubquadModel(SubquadPreTrainedModel):
     """A stack of blocks over embedded tokens: an encoder, or with `config.is_decoder` a decoder."""
+
+    takes_source = True
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
@@ -141,22 +153,26 @@ class SubquadModel(SubquadPreTrainedModel):
             use_cache: return a cache; by default a decoder does in evaluation mode.
         """
         config = self.config
-        inputs.tokens("input_ids", input_ids, inputs_embeds, config.vocab_size)
+        inputs.tokens("input_ids", input_ids, inputs_embeds, self.vocabulary)
         inputs.cache(past_key_values, config.num_hidden_layers, config.is_decoder, use_cache)
         _refuse_attentions(output_attentions, config)
         if self.embed_tokens is not None and input_ids is not None:
             inputs_embeds = self.embed_tokens(input_ids)
         assert inputs_embeds is not None
+        checks.tokens("inputs_embeds", inputs_embeds, config.hidden_size, next(self.parameters()))
         past = self._cache(past_key_values, use_cache)
         batch, length = inputs_embeds.shape[:2]
         seen = 0 if past is None else past.get_seq_length()
-        mask = inputs.padding("attention_mask", attention_mask, (batch, length), seen)
-        source_mask = self._check_source(encoder_hidden_states, encoder_attention_mask, past)
+        source_mask = self._check_source(encoder_hidden_states, encoder_attention_mask, batch, past)
 
         start = None if past is None else past.position.value
         start = torch.zeros(batch, dtype=torch.int64, device=inputs_embeds.device) if start is None else start
         if start.shape[0] != batch:
-            raise StateError(f"a cache goes on with its batch size; it has {start.shape[0]}, and here are {batch}.")
+            raise StateError(
+                f"a cache goes on with its batch size; it has {start.shape[0]}, and here are {batch}. "
+                "Choose rows with cache.batch_select_indices(...), or begin with a new SubquadCache."
+            )
+        mask = inputs.padding("attention_mask", attention_mask, (batch, length), seen, start if seen else None)
         position, after = positions(start, length, mask)
         x = inputs_embeds if self.positions is None else self.positions(inputs_embeds, position, seen + length)
         bias = self._bias(position, seen, attention_mask, start, x.dtype)
@@ -188,6 +204,11 @@ class SubquadModel(SubquadPreTrainedModel):
             last_hidden_state=x, past_key_values=past, hidden_states=tuple(hidden) if shows_hidden else None
         )
 
+    @property
+    def vocabulary(self) -> int | None:
+        """How many token ids there are now; embeddings can be resized."""
+        return None if self.embed_tokens is None else self.embed_tokens.num_embeddings
+
     def _cache(self, past: SubquadCache | None, use_cache: bool | None) -> SubquadCache | None:
         if use_cache is None:
             use_cache = past is not None or (self.config.is_decoder and self.config.use_cache and not self.training)
@@ -203,8 +224,8 @@ class SubquadModel(SubquadPreTrainedModel):
             )
         return SubquadCache(self.config) if past is None else past
 
-    def _check_source(self, source: Tensor | None, mask: Tensor | None, past: SubquadCache | None) -> Tensor | None:
-        is_read = past is not None and past.layers[0].source is not None
+    def _check_source(self, source: Tensor | None, mask: Tensor | None, batch: int, past: SubquadCache | None) -> Tensor | None:
+        read = None if past is None else past.layers[0].source
         if not self.config.add_cross_attention:
             if source is not None or mask is not None:
                 raise InputError(
@@ -212,10 +233,18 @@ class SubquadModel(SubquadPreTrainedModel):
                 )
             return None
         if source is None:
-            if is_read:
+            if read is not None:
                 return None
             raise InputError("this model attends to an encoder's output; pass encoder_hidden_states.")
-        return inputs.padding("encoder_attention_mask", mask, (source.shape[0], source.shape[1]), 0)
+        if not isinstance(source, Tensor) or source.dim() != 3 or source.shape[0] != batch:
+            came = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
+            raise InputError(f"encoder_hidden_states must be (batch, tokens, width), with batch {batch}; got {came}.")
+        if read is not None and read.key.shape[2] != source.shape[1]:
+            raise InputError(
+                f"the cache has read a source of {read.key.shape[2]} tokens; got another of {source.shape[1]}. "
+                "Begin with a new SubquadCache for a new source."
+            )
+        return inputs.padding("encoder_attention_mask", mask, (batch, source.shape[1]))
 
     def _bias(
         self, position: Tensor, seen: int, attention_mask: Tensor | None, start: Tensor, dtype: torch.dtype
