@@ -153,6 +153,9 @@ def compare(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; without it, results in the folder are gone on from.")
     ] = False,
+    qkv: Annotated[
+        Path | None, typer.Option(help="Tensors query, key and value of a model (.pt, .safetensors), to measure errors on too.")
+    ] = None,
     png: Annotated[bool, typer.Option("--png", help="Also write the plots as PNG and SVG files.")] = False,
 ) -> None:
     """Time, memory and fidelity of each mechanism by length, on this machine, and the length from which it pays."""
@@ -164,7 +167,7 @@ def compare(
 
     kinds = ["forward", *(["training"] if backward else []), *(["decode"] if decode else [])]
     names = [name.strip() for name in methods.split(",") if name.strip()] or default_methods()
-    plan = Plan(tuple(names), tuple(_lengths(lengths)), tuple(kinds), budget=60 * budget)  # type: ignore[arg-type]
+    plan = Plan(tuple(names), tuple(_lengths(lengths)), tuple(kinds), budget=60 * budget, qkv=qkv)  # type: ignore[arg-type]
     setting = Setting(heads, head_dim, batch, dtype, causal, device, threads or torch.get_num_threads())
     stopped = False
     with _Bar() as bar:

@@ -143,6 +143,33 @@ def test_the_error_of_softmax_itself_is_none():
     assert error("linear", SETTING, inputs(SETTING, 50)) > 0.01
 
 
+def test_errors_on_the_inputs_of_a_model(tmp_path):
+    q, k, v = (torch.randn(1, 3, 100, 8) for _ in range(3))
+    torch.save({"query": q * 5, "key": k * 5, "value": v}, tmp_path / "qkv.pt")
+    plan = Plan(("linear", "local"), (64, 128), ("forward",), rounds=1, qkv=tmp_path / "qkv.pt")
+    results = compare(plan, SETTING, tmp_path)
+    exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, :64] * 5, k[:, :, :64] * 5, v[:, :, :64])
+    found = sq.attention(q[:, :, :64] * 5, k[:, :, :64] * 5, v[:, :, :64], "linear")
+    expected = float((found - exact).norm() / exact.norm())
+    assert results.fact("linear", 64).errors["real"] == pytest.approx(expected, rel=1e-4)
+    assert set(results.fact("linear", 128).errors) == {"random"}  # only 100 tokens are there
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ({"query": torch.zeros(1, 1, 2, 2)}, "tensors named query, key and value; got query"),
+        ({"query": torch.zeros(2, 2), "key": torch.zeros(2, 2), "value": torch.zeros(2, 2)}, "must have one shape"),
+        (None, "cannot be read as saved tensors"),
+    ],
+)
+def test_inputs_of_a_model_that_do_not_fit(tmp_path, saved, said):
+    path = tmp_path / "qkv.pt"
+    path.write_bytes(b"no tensors") if saved is None else torch.save(saved, path)
+    with pytest.raises(sq.InputError, match=said):
+        compare(Plan(("linear",), (64,), qkv=path), SETTING, tmp_path)
+
+
 def test_killed_at_any_moment_it_leaves_what_was_finished(tmp_path):
     """The file can be read, and no finished cell is lost; as often as SUBQUAD_KILLS says."""
     path = tmp_path / FILE

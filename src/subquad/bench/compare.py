@@ -21,10 +21,11 @@ import torch
 
 from subquad.bench import analysis
 from subquad.bench.machine import describe
+from subquad.bench.measure import configured, saved_inputs
 from subquad.bench.results import BASELINE, Facts, Pass, Results, ResultsError, Setting, Timing, load, save
 from subquad.bench.worker import Worker, WorkerError
 from subquad.errors import InputError
-from subquad.mechanisms import NEEDS
+from subquad.mechanisms import NEEDS, Config
 from subquad.registry import methods as all_methods
 from subquad.registry import resolve
 
@@ -33,7 +34,7 @@ ORACLES = ("softmax", "svd")  # the baseline itself, and a bound that is slow by
 _SLOWEST = 15  # a call may take the budget divided by this
 _FIRST = 0.7  # share of the budget for the first sweep
 _SPARE = 0.8  # share of the free memory that a cell may take
-_UNKNOWN = {BASELINE: 2.0, "svd": 3.0}  # exponents before there are two lengths to tell; 1.1 for the others
+_LEAST = {BASELINE: 2.0, "svd": 3.0}  # exponents, 1 for the others: at short lengths overheads hide them
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Plan:
         passes: forward; training, that is forward and backward; decode, one token after so many others.
         budget: seconds.
         rounds: how often each cell is measured, if the budget allows.
+        qkv: a file with the query, key and value of a model, on which errors are measured too.
     """
 
     methods: tuple[str, ...]
@@ -53,6 +55,7 @@ class Plan:
     passes: tuple[Pass, ...] = ("forward", "training", "decode")
     budget: float = 180.0
     rounds: int = 5
+    qkv: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def compare(
     path = out / FILE
     results = _begin(plan, setting, path, fresh)
     save(results, path)
-    with Worker(setting) as worker:
+    with Worker(setting, plan.qkv) as worker:
         run = _Run(plan, results, worker, path, watch)
         run.check_agreement()
         run.first_sweep()
@@ -127,9 +130,7 @@ def _refusals(plan: Plan, setting: Setting) -> dict[str, str]:
     return refused
 
 
-def _sample(method: str) -> Any:
-    from subquad.bench.measure import configured
-
+def _sample(method: str) -> Config:
     return configured(method, 1024)
 
 
@@ -144,6 +145,8 @@ def _check(plan: Plan, setting: Setting) -> None:
             raise InputError(f"a length is a whole number of tokens from 1 to {2**24:,}; got {length!r}.")
     if not plan.budget > 0:
         raise InputError(f"the budget is a time above 0; got {plan.budget}.")
+    if plan.qkv is not None:
+        saved_inputs(plan.qkv)
     if not isinstance(getattr(torch, setting.dtype, None), torch.dtype):
         raise InputError(f"dtype is float32, bfloat16, float16 or float64; got {setting.dtype!r}.")
 
@@ -285,7 +288,7 @@ class _Run:
         timings = [t for t in self.results.of(kind) if t.method == method and t.rounds and t.length < length]
         points = [(t.length, analysis.seconds(t) or 0.0) for t in timings]
         if points:
-            return _extrapolated(points, length, 0.0 if kind == "decode" else _UNKNOWN.get(method, 1.1))
+            return _extrapolated(points, length, 0.0 if kind == "decode" else _LEAST.get(method, 1.0))
         own = self.results.timing(method, length, "forward")
         forward = analysis.seconds(own) if own is not None else None
         return 3 * forward if kind == "training" and forward is not None else None
@@ -315,11 +318,11 @@ class _Run:
         )
 
 
-def _extrapolated(points: Iterable[tuple[int, float]], length: int, exponent: float) -> float:
+def _extrapolated(points: Iterable[tuple[int, float]], length: int, least: float) -> float:
+    """The value at `length`, by the growth between the last two points, but at least with exponent `least`."""
     points = sorted(points)
-    slope = analysis.growth(points, last=2)
     n, value = points[-1]
-    return value * (length / n) ** min(max(exponent if slope is None else slope, 0.0), 3.0)
+    return value * (length / n) ** min(max(analysis.growth(points, last=2) or 0.0, least), 3.0)
 
 
 def _free_memory() -> float:

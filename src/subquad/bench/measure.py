@@ -6,8 +6,11 @@ B batch, H heads, N tokens, D channels.
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from subquad import reference
 from subquad.bench.results import BASELINE, Pass, Setting
-from subquad.errors import SubquadError
+from subquad.errors import InputError, SubquadError
 from subquad.mechanisms import Config, Linformer, SparseFixed, SparseStrided
 from subquad.registry import resolve
 
@@ -47,6 +50,27 @@ def inputs(setting: Setting, length: int, seed: int = 0) -> tuple[Tensor, Tensor
     shape = setting.batch, setting.heads, length, setting.head_dim
     dtype = getattr(torch, setting.dtype)
     query, key, value = (torch.randn(shape, generator=generator).to(setting.device, dtype) for _ in range(3))
+    return query, key, value
+
+
+def saved_inputs(path: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value (B, H, N, D) of a model, from a file that holds them by these names."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            saved = load_file(path)
+        else:
+            saved = torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path} cannot be read as saved tensors: {error}.") from error
+    names = ("query", "key", "value")
+    if not isinstance(saved, dict) or not all(isinstance(saved.get(name), Tensor) for name in names):
+        raise InputError(f"{path} must hold tensors named query, key and value; got {', '.join(map(str, saved))}.")
+    query, key, value = (saved[name] for name in names)
+    if query.dim() != 4 or not query.shape == key.shape == value.shape:
+        shapes = ", ".join(str(tuple(saved[name].shape)) for name in names)
+        raise InputError(f"query, key and value in {path} must have one shape, (batch, heads, tokens, channels); got {shapes}.")
     return query, key, value
 
 
@@ -114,6 +138,17 @@ def error(method: str, setting: Setting, qkv: tuple[Tensor, Tensor, Tensor]) -> 
     exact = call(BASELINE, setting, qkv[0].shape[2], qkv)().float()
     found = call(method, setting, qkv[0].shape[2], qkv)().float()
     return float((found - exact).norm() / exact.norm())
+
+
+@torch.no_grad()
+def saved_error(method: str, setting: Setting, length: int, saved: tuple[Tensor, Tensor, Tensor]) -> float | None:
+    """The error on the first tokens of `saved`; None where there are fewer than `length` of them."""
+    batch, heads, tokens, channels = saved[0].shape
+    if tokens < length:
+        return None
+    dtype = getattr(torch, setting.dtype)
+    query, key, value = (x[:, :, :length].to(setting.device, dtype) for x in saved)
+    return error(method, replace(setting, batch=batch, heads=heads, head_dim=channels), (query, key, value))
 
 
 @torch.no_grad()

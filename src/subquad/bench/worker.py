@@ -131,7 +131,8 @@ class _Bench:
     def __init__(self, setting: Setting, qkv: Path | None) -> None:
         from subquad.bench import measure
 
-        self.measure, self.setting, self.saved = measure, setting, qkv
+        self.measure, self.setting = measure, setting
+        self.saved = None if qkv is None else measure.saved_inputs(qkv)
         self.length, self.inputs = -1, measure.inputs(setting, 1)
         self.runs: dict[tuple[str, str], Any] = {}
 
@@ -154,7 +155,11 @@ class _Bench:
 
     def error(self, method: str, length: int) -> dict[str, Any]:
         self._at(length)
-        return {"errors": {"random": self.measure.error(method, self.setting, self.inputs)}}
+        errors = {"random": self.measure.error(method, self.setting, self.inputs)}
+        if self.saved is not None:
+            real = self.measure.saved_error(method, self.setting, length, self.saved)
+            errors |= {} if real is None else {"real": real}
+        return {"errors": errors}
 
     def _at(self, length: int) -> None:
         if self.length != length:
