@@ -1,0 +1,204 @@
+"""The tables of a page: headings and rows of cells, each with what it sorts by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from subquad.bench import analysis
+from subquad.bench.results import BASELINE, Pass, Results
+from subquad.registry import resolve
+from subquad.report import figures
+from subquad.report.looks import record
+
+# Headings as in the README, and the need (see subquad.mechanisms.NEEDS) behind each.
+_NEEDS = {"causal": "is_causal", "cross": "cross", "padding": "key_padding_mask", "GQA": "enable_gqa"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a cell says, what it sorts by (None: last), and in which way it is not a plain measurement."""
+
+    text: str
+    key: float | str | None = None
+    kind: str = ""
+
+    @property
+    def is_number(self) -> bool:
+        return isinstance(self.key, float)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A caption for those who cannot see it, headings, and rows; the first cell of a row names it."""
+
+    name: str
+    caption: str
+    headings: list[str]
+    rows: list[list[Cell]] = field(default_factory=list)
+
+
+_NONE = Cell("–", None, "none")
+
+
+def crossovers(results: Results) -> Table:
+    headings = ["method", "engine", "forward, from", "training, from", "memory, from"]
+    passes: list[Pass] = [kind for kind in figures.measured_passes(results)]
+    headings += [f"{kind}, at the longest length" for kind in passes]
+    headings += ["time grows as", "on paper", "memory grows as", "memory on paper"]
+    table = Table("crossovers", "From which length a method beats SDPA, by how much, and how it grows.", headings)
+    for method in figures.shown_methods(results):
+        facts = record(method)
+        is_baseline = method == BASELINE
+        starts = [analysis.time_crossover(results, method, kind) for kind in ("forward", "training")]
+        starts.append(analysis.memory_crossover(results, method))
+        paper = record("softmax") if is_baseline else facts
+        table.rows.append(
+            [
+                _name(method),
+                _word("reference" if is_baseline else facts.engine.replace("_", "-") if facts is not None else ""),
+                *(_NONE if is_baseline else _start(start) for start in starts),
+                *(_NONE if is_baseline else _gain(results, method, kind) for kind in passes),
+                _growth(analysis.time_growth(results, method, "forward")),
+                _word(paper.time if paper is not None else ""),
+                _growth(analysis.memory_growth(results, method)),
+                _word(paper.memory if paper is not None else ""),
+            ]
+        )
+    return table
+
+
+def capabilities(results: Results) -> Table:
+    headings = ["method", "idea", *_NEEDS, "decode state", "as a function"]
+    table = Table("capabilities", "What each method can do with its default options.", headings)
+    for method in [*results.methods, *(m for m in results.refusals if m not in results.methods)]:
+        facts = record(method)
+        if facts is None:
+            if method != BASELINE:
+                table.rows.append([_name(method), *[_NONE] * (len(headings) - 1)])
+            continue
+        able = [_able(method, need) for need in _NEEDS.values()]
+        state = facts.state if "decode" in facts.supports else "no"
+        plain = "yes" if "functional" in facts.supports else "no: it has parameters"
+        table.rows.append([_name(method), _word(facts.idea), *able, _word(state), _word(plain)])
+    return table
+
+
+def not_run(results: Results) -> Table:
+    """What was refused, failed or predicted instead of measured, with the reason; lengths with one reason are one row."""
+    headings = ["method", "quantity", "lengths", "status", "why"]
+    table = Table("not-run", "What was not measured, and why.", headings)
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
+    for timing in results.timings:
+        if timing.status != "measured":
+            groups.setdefault((timing.method, f"{timing.kind} time", timing.status, timing.why), []).append(timing.length)
+    for fact in results.facts:
+        if fact.status != "measured":
+            groups.setdefault((fact.method, "memory and error", fact.status, fact.why), []).append(fact.length)
+    rows = [(method, "everything", [], "refused", why) for method, why in results.refusals.items()]
+    rows += [(method, quantity, lengths, status, why) for (method, quantity, status, why), lengths in groups.items()]
+    order = {"refused": 0, "failed": 1, "predicted": 2}
+    for method, quantity, lengths, status, why in sorted(rows, key=lambda row: order.get(row[3], 3)):
+        listed = Cell(", ".join(f"{n:,}" for n in sorted(lengths)) or "all", float(min(lengths, default=0)))
+        table.rows.append([_name(method), _word(quantity), listed, Cell(status, status, status), _word(why)])
+    return table
+
+
+def all_figures(results: Results) -> list[tuple[str, Table]]:
+    """Every cell as a number, a table a quantity: what the charts draw, for reading."""
+    found = []
+    for kind in figures.measured_passes(results):
+        cells = {}
+        for timing in results.of(kind):
+            taken = analysis.seconds(timing)
+            text = timing.status if taken is None else figures.duration(taken)
+            cells[timing.method, timing.length] = Cell(text, taken, timing.status)
+        found.append((f"Time, {figures.PASS_NAMES[kind]}", _matrix(results, f"{kind}-figures", f"Time, {kind}.", cells)))
+    cells = {
+        (f.method, f.length): Cell(
+            figures.size(f.peak_bytes) if f.peak_bytes else f.status, float(f.peak_bytes) if f.peak_bytes else None, f.status
+        )
+        for f in results.facts
+    }
+    found.append(("Peak memory", _matrix(results, "memory-figures", "Peak memory.", cells)))
+    for kind in figures.error_kinds(results):
+        errors = {
+            (f.method, f.length): Cell(f"{f.errors[kind]:.3g}", f.errors[kind], f.status)
+            for f in results.facts
+            if kind in f.errors
+        }
+        found.append((f"Relative error, {kind} inputs", _matrix(results, f"error-{len(found)}", f"Error, {kind}.", errors)))
+    return found
+
+
+def _matrix(results: Results, name: str, caption: str, cells: dict[tuple[str, int], Cell]) -> Table:
+    methods = [m for m in figures.shown_methods(results) if any(method == m for method, _ in cells)]
+    rows = [[_name(m), *(cells.get((m, n), _NONE) for n in results.lengths)] for m in methods]
+    return Table(name, caption, ["method", *(f"{n:,}" for n in results.lengths)], rows)
+
+
+def machine(results: Results) -> list[tuple[str, str]]:
+    """What the figures belong to."""
+    setting = results.setting
+    facts = {
+        **{name: str(value) for name, value in results.machine.items() if value is not None},
+        "device": f"{setting.device}, {_count(setting.threads, 'thread')}",
+        "shape": f"batch {setting.batch}, {_count(setting.heads, 'head')} of {setting.head_dim} channels",
+        "dtype": setting.dtype,
+        "direction": "causal" if setting.is_causal else "bidirectional",
+        "lengths": ", ".join(f"{n:,}" for n in results.lengths),
+        "command": results.command,
+        "spent": f"{results.seconds:,.0f} s",
+    }
+    return list(facts.items())
+
+
+def predictions(results: Results) -> str:
+    """One sentence on what was not run, empty where all was."""
+    cells: Iterable[str] = [*(t.status for t in results.timings), *(f.status for f in results.facts)]
+    count = sum(status == "predicted" for status in cells)
+    if not count:
+        return ""
+    were = "was" if count == 1 else "were"
+    return (
+        f"{_count(count, 'cell')} {were} not run, for want of time or memory, and {were} predicted from shorter lengths: hollow "
+        "points and dashed lines in the charts. They have no interval."
+    )
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _name(method: str) -> Cell:
+    return Cell(method, method)
+
+
+def _word(text: str) -> Cell:
+    return Cell(text, text) if text else _NONE
+
+
+def _able(method: str, need: str) -> Cell:
+    if not resolve(method).reasons([need]):
+        return Cell("yes", "yes", "yes")
+    return Cell("with options", "with options") if need not in resolve(method).info.refuses else Cell("no", "no", "no")
+
+
+def _start(start: analysis.Crossing | None) -> Cell:
+    if start is None:
+        return Cell("never here", None, "none")
+    return Cell(f"≤ {start.length:,.0f}" if start.at_most else analysis.rounded(start.length), float(start.length))
+
+
+def _gain(results: Results, method: str, kind: Pass) -> Cell:
+    """Of the longest length where there is a ratio, measured ones before predicted ones."""
+    found = [(n, analysis.ratio(results, method, n, kind)) for n in sorted(results.lengths, reverse=True)]
+    ratios = [(n, ratio) for n, ratio in found if ratio is not None]
+    if not ratios:
+        return _NONE
+    length, ratio = min(ratios, key=lambda pair: (pair[1].is_predicted, -pair[0]))
+    return Cell(f"{figures.against(ratio)} at {length:,}", ratio.value, "predicted" if ratio.is_predicted else "")
+
+
+def _growth(exponent: float | None) -> Cell:
+    return _NONE if exponent is None else Cell(f"N^{exponent:.2f}", exponent)
