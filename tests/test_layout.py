@@ -19,6 +19,7 @@ LAYERS = [
     {"layer"},
     {"__init__"},
     {"models"},
+    {"bench"},
     {"report"},
     {"cli"},
 ]

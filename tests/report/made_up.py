@@ -16,8 +16,17 @@ ENGINES = {"kernelized": (9e-6, 0.3), "block_sparse": (3e-5, 0.7), "bucketed": (
 def made_up(methods=METHODS, lengths=LENGTHS, *, rounds=5, seed=0):
     """Results of `methods` at `lengths`, the same for the same seed."""
     draw = random.Random(seed)
-    machine = {"processor": "Made-up 9000", "accelerator": None, "cores": 2, "system": "Linux", "torch": "2.13", "commit": "abc1234"}
-    found = Results(Setting(threads=2), machine, "subquad compare --budget 180", list(methods), list(lengths), seconds=171.0, finished=True)
+    machine = {
+        "processor": "Made-up 9000",
+        "accelerator": None,
+        "cores": 2,
+        "system": "Linux",
+        "torch": "2.13",
+        "commit": "abc1234",
+    }
+    found = Results(
+        Setting(threads=2), machine, "subquad compare --budget 180", list(methods), list(lengths), seconds=171.0, finished=True
+    )
     found.refusals = {REFUSED: "a plain function call: it is an oracle, with nothing to regularize"}
     places = {name: 1 + 0.17 * i for i, name in enumerate(methods)}
     for n in lengths:
@@ -43,9 +52,16 @@ def _timing(draw, method, n, kind, taken, rounds):
     if kind == "decode" and method in NO_DECODE:
         return Timing(method, n, kind, "refused", why="a new token changes all of them")
     if method == FAILING and n >= 32768:
-        return Timing(method, n, kind, "failed", why="RuntimeError: it broke <in> the \"middle\" & stopped")
+        return Timing(method, n, kind, "failed", why='RuntimeError: it broke <in> the "middle" & stopped')
     if n > LONGEST_RUN and (method == BASELINE or kind == "training"):
-        return Timing(method, n, kind, "predicted", predicted=taken, why=f"a call would take about {taken:.0f} s, and the budget allows 12")
+        return Timing(
+            method,
+            n,
+            kind,
+            "predicted",
+            predicted=taken,
+            why=f"a call would take about {taken:.0f} s, and the budget allows 12",
+        )
     base = {"forward": 2.8e-8 * n**2, "training": 3.1 * 2.8e-8 * n**2, "decode": 1e-7 * n + 5e-5}[kind]
     pairs = []
     for _ in range(rounds):

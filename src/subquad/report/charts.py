@@ -24,7 +24,10 @@ FORMATS = ("png", "svg")
 _WIDTH, _HEIGHT = 760, 420
 _TOKENS = "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
 _IS_DRAWN = "indexof(hidden, datum.method) < 0"
+_DIGIT = "round(datum.value / pow(10, floor(log(datum.value) / LN10 + 1e-9)))"
+_IS_ROUND = f"({_DIGIT} == 1 || {_DIGIT} == 3)"  # about even steps on a logarithmic axis
 _TIME = "datum.value >= 1000 ? format(datum.value / 1000, '~r') + ' s' : format(datum.value, '~r') + ' ms'"
+_PLAIN = "format(datum.value, '~g')"
 _MEMORY = "datum.value >= 1024 ? format(datum.value / 1024, '~r') + ' GiB' : format(datum.value, '~r') + ' MiB'"
 _ANCHORS = [("right", 7), ("top", 6), ("bottom", 6), ("left", 7), ("top-right", 5), ("bottom-right", 5), ("top-left", 5)]
 
@@ -56,19 +59,18 @@ def charts(results: Results, *, in_page: bool = True) -> list[Chart]:
 def save_charts(results: Results, folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write every chart as `time_forward.png` and so on, one file a choice and format; return the paths."""
     (convert,) = need("a chart in a file", "vl_convert")
-    for format in formats:
-        if format not in FORMATS:
-            raise InputError(f"a chart's format is {' or '.join(FORMATS)}; got {format!r}.")
-    config = {**theme(looks(figures.shown_methods(results)), "light"), "background": "white"}
+    for ending in formats:
+        if ending not in FORMATS:
+            raise InputError(f"a chart's format is {' or '.join(FORMATS)}; got {ending!r}.")
+    config = theme(looks(figures.shown_methods(results)), "light")
     paths = []
     for chart in charts(results, in_page=False):
         for kind in chart.kinds or ("",):
-            spec = {**chart.spec, **_choosing(chart.spec, kind)}
-            draw = getattr(convert, f"{'vega' if 'marks' in spec else 'vegalite'}_to_svg")
-            svg = draw(spec, config=config) if "marks" not in spec else draw({**spec, "config": config, "background": "white"})
-            for format in formats:
-                path = folder / f"{chart.name}{f'_{_word(kind)}' if kind else ''}.{format}"
-                write(path, svg.encode() if format == "svg" else convert.svg_to_png(svg, scale=2))
+            spec = {**chart.spec, **_choosing(chart.spec, kind), "config": config, "background": "white"}
+            svg = convert.vega_to_svg(spec) if "marks" in spec else convert.vegalite_to_svg(spec)
+            for ending in formats:
+                path = folder / f"{chart.name}{f'_{_word(kind)}' if kind else ''}.{ending}"
+                write(path, svg.encode() if ending == "svg" else convert.svg_to_png(svg, scale=2))
                 paths.append(path)
     return paths
 
@@ -107,34 +109,42 @@ def _lines(
     colour, shape = _scales(alt, drawn, in_page)
     lengths = sorted({row["length"] for row in rows})
     width = alt.condition(f"datum.method === '{BASELINE}'", alt.value(4), alt.value(1.6))
-    tips = [("method", "method"), ("length", "tokens"), ("amount", title), ("against", "against SDPA (95%)"), ("status", "status")]
+    tips = [
+        ("method", "method"),
+        ("tokens", "tokens"),
+        ("amount", title),
+        ("against", "against SDPA (95%)"),
+        ("status", "status"),
+    ]
     axis = alt.Axis(labelExpr=_TOKENS, values=lengths, labelOverlap=True, grid=False)
-    shared = alt.Chart(alt.NamedData(name="rows")).transform_filter(_drawn(kinds)).encode(
-        x=alt.X("length:Q", scale=alt.Scale(type="log", base=2, nice=False, padding=12), axis=axis, title="tokens"),
-        y=alt.Y(
-            "value:Q",
-            scale=alt.Scale(type="log", base=base, nice=False, padding=10),
-            axis=alt.Axis(labelExpr=label, tickCount=6),
-            title=title,
-        ),
-        color=colour,
-        detail="method:N",
+    shared = (
+        alt.Chart(alt.NamedData(name="rows"))
+        .transform_filter(_drawn(kinds))
+        .encode(
+            x=alt.X("length:Q", scale=alt.Scale(type="log", base=2, nice=False, padding=12), axis=axis, title="tokens"),
+            y=alt.Y(
+                "value:Q",
+                scale=alt.Scale(type="log", base=base, nice=False, padding=10),
+                axis=_axis(alt, label) if base == 10 else alt.Axis(labelExpr=label, tickCount=6),
+                title=title,
+            ),
+            color=colour,
+            detail="method:N",
+        )
     )
     measured, predicted, joining = "!datum.is_predicted", "datum.is_predicted", "datum.joins"
+    at_end = {"align": "right", "dx": -9, "dy": -9, "fontWeight": "bold", "fontSize": 13}
     last = f"datum.method === '{BASELINE}' && datum.length === {lengths[-1]}"
+    ends = [shared.transform_filter(last).mark_text(style=style, **at_end) for style in ("halo", "text")]
+    tooltip = [alt.Tooltip(field, type="nominal", title=words) for field, words in tips]
     layers = [
         shared.transform_filter(measured).mark_line(aria=False).encode(strokeWidth=width),
         shared.transform_filter(joining).mark_line(strokeDash=[5, 4], aria=False).encode(strokeWidth=width),
         shared.transform_filter(measured).mark_point(filled=True, size=55, opacity=1, aria=False).encode(shape=shape),
         shared.transform_filter(predicted).mark_point(size=55, opacity=1, aria=False).encode(shape=shape),
-        shared.transform_filter(last)
-        .mark_text(align="right", dx=-8, dy=-8, fontWeight="bold", fontSize=13)
-        .encode(text=alt.value("SDPA")),
-        shared.mark_point(filled=True, shape="circle", size=260, opacity=0).encode(
-            tooltip=[alt.Tooltip(field, type="quantitative", title=t, format=",") if field == "length" else
-                     alt.Tooltip(field, type="nominal", title=t) for field, t in tips]
-        ),
-    ]  # fmt: skip
+        *(end.encode(text=alt.value("SDPA")) for end in ends),
+        shared.mark_point(filled=True, shape="circle", size=260, opacity=0).encode(tooltip=tooltip),  # easier to hit
+    ]
     chart = _with_signals(alt, alt.layer(*layers), kinds)
     return _sized(chart, in_page, rows)
 
@@ -143,22 +153,21 @@ def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_pa
     """Points with labels that give way to each other, which only Vega can do: hence compiled, and the labels added."""
     alt, convert = need("a chart", "altair", "vl_convert")
     colour, shape = _scales(alt, drawn, True)
-    tips = {"method": "method", "length": "tokens", "relative": "relative error", "against": "times faster than SDPA (95%)"}
+    tips = {"method": "method", "tokens": "tokens", "relative": "relative error", "against": "times faster than SDPA (95%)"}
+    across, up = (alt.Scale(type="log", nice=False, padding=padding) for padding in (30, 24))
     points = (
         alt.Chart(alt.NamedData(name="rows"), name="points")
         .transform_filter(_drawn(kinds))
         .mark_point(filled=True, size=110, opacity=1)
         .encode(
-            x=alt.X("error:Q", scale=alt.Scale(type="log", nice=False, padding=30), title="relative error", axis=alt.Axis(format="~g")),
-            y=alt.Y(
-                "gain:Q", scale=alt.Scale(type="log", nice=False, padding=24), title="times faster than SDPA", axis=alt.Axis(format="~g")
-            ),
+            x=alt.X("error:Q", scale=across, title="relative error", axis=_axis(alt, _PLAIN)),
+            y=alt.Y("gain:Q", scale=up, title="times faster than SDPA", axis=_axis(alt, _PLAIN)),
             color=colour,
             shape=shape,
             tooltip=[alt.Tooltip(field, type="nominal", title=title) for field, title in tips.items()],
         )
-    )  # fmt: skip
-    even = alt.Chart(alt.NamedData(name="even")).mark_rule(strokeDash=[2, 3], strokeWidth=1.5).encode(y="gain:Q")
+    )
+    even = alt.Chart(alt.NamedData(name="even")).mark_rule(style="even", strokeDash=[2, 3], strokeWidth=1.5).encode(y="gain:Q")
     chart = _with_signals(alt, alt.layer(even, points), kinds)
     spec: Spec = convert.vegalite_to_vega({**_sized(chart, in_page, rows), "datasets": {"rows": rows, "even": [{"gain": 1}]}})
     spec.pop("config", None)
@@ -188,6 +197,12 @@ def _scales(alt: Any, drawn: list[Look], in_page: bool) -> tuple[Any, Any]:
     legend = None if in_page else alt.Legend(title=None, symbolOpacity=1, symbolStrokeWidth=2)
     colour = alt.Color("method:N", scale=alt.Scale(domain=domain, range="category"), legend=legend)
     return colour, alt.Shape("method:N", scale=alt.Scale(domain=domain, range="symbol"), legend=legend)
+
+
+def _axis(alt: Any, label: str) -> Any:
+    """Logarithmic, in steps of about three where there are many."""
+    faint = alt.condition(_IS_ROUND, alt.value(1), alt.value(0))
+    return alt.Axis(labelExpr=f"{_IS_ROUND} ? {label} : ''", gridOpacity=faint, tickOpacity=faint, labelOverlap=True)
 
 
 def _drawn(kinds: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ def against(ratio: analysis.Ratio | None) -> str:
         return ""
     if ratio.low is None or ratio.high is None:
         return f"{times(ratio.value)} ({'predicted' if ratio.is_predicted else 'one round'})"
-    return f"{times(ratio.value)} ({times(ratio.low)} to {times(ratio.high)})"
+    return f"{times(ratio.value)} ({times(ratio.low)[:-1]} to {times(ratio.high)[:-1]})"
 
 
 def shown_methods(results: Results) -> list[str]:
@@ -62,6 +62,7 @@ def time_rows(results: Results) -> Rows:
             {
                 "method": timing.method,
                 "length": timing.length,
+                "tokens": f"{timing.length:,}",
                 "kind": timing.kind,
                 "value": 1000 * taken,
                 "is_predicted": not timing.rounds,
@@ -85,6 +86,7 @@ def memory_rows(results: Results) -> Rows:
             {
                 "method": fact.method,
                 "length": fact.length,
+                "tokens": f"{fact.length:,}",
                 "value": fact.peak_bytes / 2**20,
                 "is_predicted": is_predicted,
                 "amount": size(fact.peak_bytes),
@@ -123,6 +125,7 @@ def fidelity_rows(results: Results) -> Rows:
                     "method": method,
                     "kind": kind,
                     "length": length,
+                    "tokens": f"{length:,}",
                     "error": max(error, LEAST_ERROR),
                     "gain": ratio.value,
                     "relative": f"{error:.3g}",

@@ -20,7 +20,11 @@ _SHADES: dict[str, dict[Mode, tuple[str, str, str]]] = {
     "": {"light": ("#6b6b6b", "#8a7400", "#4d4d4d"), "dark": ("#b0b0b0", "#d6c34a", "#dddddd")},
 }
 _BASELINE: dict[Mode, str] = {"light": "#111111", "dark": "#ffffff"}
-_INK: dict[Mode, tuple[str, str]] = {"light": ("#1f2328", "#d8dee4"), "dark": ("#e6edf3", "#30363d")}  # text, grid
+_INKS: dict[Mode, tuple[str, str, str]] = {  # page, text, grid
+    "light": ("#ffffff", "#1f2328", "#d8dee4"),
+    "dark": ("#0d1117", "#e6edf3", "#30363d"),
+}
+_FONT = "system-ui, sans-serif"
 # Vega's names, and the same as a path around the origin.
 SHAPES = {
     "circle": "M4,0A4,4,0,1,1,-4,0A4,4,0,1,1,4,0Z",
@@ -77,22 +81,25 @@ def looks(names: Sequence[str]) -> list[Look]:
         shades, shape = _SHADES.get(engine, _SHADES[""]), list(SHAPES)[place % len(SHAPES)]
         found[name] = Look(name, engine, shades["light"][place % 3], shades["dark"][place % 3], shape)
     order = {engine: i for i, engine in enumerate([*_SHADES, "dense"])}
-    drawn = sorted((found[name] for name in dict.fromkeys(names) if name in found), key=lambda x: order.get(x.engine, len(order)))
+    drawn = sorted(
+        (found[name] for name in dict.fromkeys(names) if name in found), key=lambda x: order.get(x.engine, len(order))
+    )
     return [Look(BASELINE, "", _BASELINE["light"], _BASELINE["dark"], "circle"), *drawn]
 
 
 def theme(drawn: Sequence[Look], mode: Mode) -> dict[str, Any]:
     """The configuration that gives charts the colours of a light or dark page."""
-    ink, grid = _INK[mode]
-    text = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
+    page, ink, grid = _INKS[mode]
+    fonts = {"labelFont": _FONT, "titleFont": _FONT, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
+    text = {**fonts, "labelColor": ink, "titleColor": ink}
     return {
         "background": "transparent",
-        "font": "system-ui, sans-serif",
         "range": {"category": [getattr(look, mode) for look in drawn], "symbol": [look.shape for look in drawn]},
         "axis": {**text, "gridColor": grid, "domainColor": ink, "tickColor": ink},
         "legend": {**text, "symbolSize": 80},
         "title": {"color": ink},
-        "text": {"color": ink, "fill": ink},
-        "rule": {"color": ink},
+        "text": {"font": _FONT},
+        "rule": {"stroke": ink},
+        "style": {"halo": {"stroke": page, "strokeWidth": 5, "strokeJoin": "round"}, "even": {"stroke": ink}},
         "view": {"stroke": grid},
     }

@@ -78,9 +78,8 @@ def _pictures(results: Results) -> Iterable[_Picture]:
             shown = attention_map(configured(method, _LENGTH), is_causal=results.setting.is_causal)
         except SubquadError:  # options that have changed since; a page without this picture is still a page
             continue
-        panels = small_pictures(shown, _CELLS)
+        panels, caption = small_pictures(shown, _CELLS)
         kept = panels[:1] if shown.exact is None else [panels[0], panels[-1]]
-        caption = shown.caption
         if len(shown.groups) > 1:
             caption.append("Heads differ; the first is shown.")
         urls = [(label, "data:image/png;base64," + base64.b64encode(data).decode()) for label, data in kept]

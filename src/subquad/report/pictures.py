@@ -106,10 +106,10 @@ def _css(colour: tuple[int, ...]) -> str:
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
-def small_pictures(shown: AttentionMap, most: int) -> list[tuple[str, bytes]]:
-    """Every matrix of the map with its label, as a PNG of a pixel a cell, at most `most` a side."""
+def small_pictures(shown: AttentionMap, most: int) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """Every matrix of the map with its label, as a PNG of a pixel a cell, at most `most` a side; and the caption."""
     cells = _Cells.of(shown, most)
-    return [(label, _png((matrix / cells.limit).tolist())) for label, matrix in cells.panels]
+    return [(label, _png((matrix / cells.limit).tolist())) for label, matrix in cells.panels], cells.caption(shown)
 
 
 def _png(rows: list[list[float]]) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from subquad.bench import analysis
@@ -38,13 +40,15 @@ class Table:
     rows: list[list[Cell]] = field(default_factory=list)
 
 
-_NONE = Cell("–", None, "none")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_NONE = Cell("-", None, "none")
 
 
 def crossovers(results: Results) -> Table:
     headings = ["method", "engine", "forward, from", "training, from", "memory, from"]
-    passes: list[Pass] = [kind for kind in figures.measured_passes(results)]
-    headings += [f"{kind}, at the longest length" for kind in passes]
+    gains = {kind: _longest(results, kind) for kind in figures.measured_passes(results)}
+    usual = {kind: Counter(n for n, _ in found.values()).most_common(1)[0][0] for kind, found in gains.items() if found}
+    headings += [f"{kind} gain at {usual[kind]:,}" if kind in usual else f"{kind} gain" for kind in gains]
     headings += ["time grows as", "on paper", "memory grows as", "memory on paper"]
     table = Table("crossovers", "From which length a method beats SDPA, by how much, and how it grows.", headings)
     for method in figures.shown_methods(results):
@@ -58,7 +62,7 @@ def crossovers(results: Results) -> Table:
                 _name(method),
                 _word("reference" if is_baseline else facts.engine.replace("_", "-") if facts is not None else ""),
                 *(_NONE if is_baseline else _start(start) for start in starts),
-                *(_NONE if is_baseline else _gain(results, method, kind) for kind in passes),
+                *(_gain(found.get(method), usual.get(kind, 0)) for kind, found in gains.items()),
                 _growth(analysis.time_growth(results, method, "forward")),
                 _word(paper.time if paper is not None else ""),
                 _growth(analysis.memory_growth(results, method)),
@@ -85,23 +89,36 @@ def capabilities(results: Results) -> Table:
 
 
 def not_run(results: Results) -> Table:
-    """What was refused, failed or predicted instead of measured, with the reason; lengths with one reason are one row."""
-    headings = ["method", "quantity", "lengths", "status", "why"]
-    table = Table("not-run", "What was not measured, and why.", headings)
-    groups: dict[tuple[str, str, str, str], list[int]] = {}
-    for timing in results.timings:
-        if timing.status != "measured":
-            groups.setdefault((timing.method, f"{timing.kind} time", timing.status, timing.why), []).append(timing.length)
-    for fact in results.facts:
-        if fact.status != "measured":
-            groups.setdefault((fact.method, "memory and error", fact.status, fact.why), []).append(fact.length)
-    rows = [(method, "everything", [], "refused", why) for method, why in results.refusals.items()]
-    rows += [(method, quantity, lengths, status, why) for (method, quantity, status, why), lengths in groups.items()]
+    """What was refused, failed or predicted instead of measured; cells with one reason, but for its numbers, are one row."""
+    table = Table("not-run", "What was not measured, and why.", ["status", "quantity", "lengths", "methods", "why"])
+    cells: list[tuple[str, int, str, str, str]] = [
+        (t.method, t.length, f"{t.kind} time", t.status, t.why) for t in results.timings
+    ]
+    cells += [(f.method, f.length, "memory and error", f.status, f.why) for f in results.facts]
+    reasons: dict[tuple[str, str, str, str], list[tuple[int, str]]] = {}
+    for method, length, quantity, status, why in cells:
+        if status != "measured":
+            reasons.setdefault((status, quantity, method, _NUMBER.sub("#", why)), []).append((length, why))
+    rows: dict[tuple[str, str, str, tuple[int, ...]], list[tuple[str, str]]] = {}
+    for method, why in results.refusals.items():
+        rows.setdefault(("refused", "everything", why, ()), []).append((method, why))
+    for (status, quantity, method, pattern), found in reasons.items():
+        lengths = tuple(sorted(length for length, _ in found))
+        rows.setdefault((status, quantity, pattern, lengths), []).extend((method, why) for _, why in found)
     order = {"refused": 0, "failed": 1, "predicted": 2}
-    for method, quantity, lengths, status, why in sorted(rows, key=lambda row: order.get(row[3], 3)):
-        listed = Cell(", ".join(f"{n:,}" for n in sorted(lengths)) or "all", float(min(lengths, default=0)))
-        table.rows.append([_name(method), _word(quantity), listed, Cell(status, status, status), _word(why)])
+    for (status, quantity, _, lengths), pairs in sorted(rows.items(), key=lambda item: order[item[0][0]]):
+        methods = ", ".join(dict.fromkeys(method for method, _ in pairs))
+        listed = Cell(", ".join(f"{n:,}" for n in lengths) or "all", float(min(lengths, default=0)))
+        why = _merged([why for _, why in pairs])
+        table.rows.append([Cell(status, status, status), _word(quantity), listed, _word(methods), _word(why)])
     return table
+
+
+def _merged(whys: Sequence[str]) -> str:
+    """Sentences that differ in numbers only as one, with the least and the largest."""
+    numbers = [[float(n) for n in found] for found in zip(*(_NUMBER.findall(why) for why in whys), strict=True)]
+    texts = iter(f"{min(n):,g}" if min(n) == max(n) else f"{min(n):,g} to {max(n):,g}" for n in numbers)
+    return _NUMBER.sub(lambda match: next(texts), whys[0]) if len(set(whys)) > 1 else whys[0]
 
 
 def all_figures(results: Results) -> list[tuple[str, Table]]:
@@ -121,13 +138,13 @@ def all_figures(results: Results) -> list[tuple[str, Table]]:
         for f in results.facts
     }
     found.append(("Peak memory", _matrix(results, "memory-figures", "Peak memory.", cells)))
-    for kind in figures.error_kinds(results):
+    for given in figures.error_kinds(results):
         errors = {
-            (f.method, f.length): Cell(f"{f.errors[kind]:.3g}", f.errors[kind], f.status)
+            (f.method, f.length): Cell(f"{f.errors[given]:.3g}", f.errors[given], f.status)
             for f in results.facts
-            if kind in f.errors
+            if given in f.errors
         }
-        found.append((f"Relative error, {kind} inputs", _matrix(results, f"error-{len(found)}", f"Error, {kind}.", errors)))
+        found.append((f"Relative error, {given} inputs", _matrix(results, f"error-{len(found)}", f"Error, {given}.", errors)))
     return found
 
 
@@ -161,8 +178,8 @@ def predictions(results: Results) -> str:
         return ""
     were = "was" if count == 1 else "were"
     return (
-        f"{_count(count, 'cell')} {were} not run, for want of time or memory, and {were} predicted from shorter lengths: hollow "
-        "points and dashed lines in the charts. They have no interval."
+        f"{_count(count, 'cell')} {were} not run, for want of time or memory, and {were} predicted from shorter lengths: "
+        "hollow points and dashed lines in the charts. They have no interval."
     )
 
 
@@ -190,14 +207,23 @@ def _start(start: analysis.Crossing | None) -> Cell:
     return Cell(f"≤ {start.length:,.0f}" if start.at_most else analysis.rounded(start.length), float(start.length))
 
 
-def _gain(results: Results, method: str, kind: Pass) -> Cell:
-    """Of the longest length where there is a ratio, measured ones before predicted ones."""
-    found = [(n, analysis.ratio(results, method, n, kind)) for n in sorted(results.lengths, reverse=True)]
-    ratios = [(n, ratio) for n, ratio in found if ratio is not None]
-    if not ratios:
+def _longest(results: Results, kind: Pass) -> dict[str, tuple[int, analysis.Ratio]]:
+    """By method, the ratio at the longest length where it was measured; of those never measured, predicted."""
+    found = {}
+    for method in figures.shown_methods(results):
+        ratios = [(n, analysis.ratio(results, method, n, kind)) for n in results.lengths if method != BASELINE]
+        known = [(n, ratio) for n, ratio in ratios if ratio is not None]
+        if known:
+            found[method] = max(known, key=lambda pair: (not pair[1].is_predicted, pair[0]))
+    return found
+
+
+def _gain(found: tuple[int, analysis.Ratio] | None, usual: int) -> Cell:
+    if found is None:
         return _NONE
-    length, ratio = min(ratios, key=lambda pair: (pair[1].is_predicted, -pair[0]))
-    return Cell(f"{figures.against(ratio)} at {length:,}", ratio.value, "predicted" if ratio.is_predicted else "")
+    length, ratio = found
+    where = "" if length == usual else f" at {length:,}"
+    return Cell(figures.against(ratio) + where, ratio.value, "predicted" if ratio.is_predicted else "")
 
 
 def _growth(exponent: float | None) -> Cell:
