@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from subquad import InputError
 from subquad.bench.results import BASELINE, Results
 from subquad.report import figures
 from subquad.report.extra import need
+from subquad.report.labels import on_log_axis, placed
 from subquad.report.looks import Look, looks, theme
 
 Spec = dict[str, Any]
@@ -25,10 +26,10 @@ _WIDTH, _HEIGHT = 760, 420
 _TOKENS = "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
 _IS_DRAWN = "indexof(hidden, datum.method) < 0"
 _DIGIT = "round(datum.value / pow(10, floor(log(datum.value) / LN10 + 1e-9)))"
-_IS_ROUND = f"({_DIGIT} == 1 || {_DIGIT} == 3)"  # about even steps on a logarithmic axis
 _TIME = "datum.value >= 1000 ? format(datum.value / 1000, '~r') + ' s' : format(datum.value, '~r') + ' ms'"
 _PLAIN = "format(datum.value, '~g')"
 _MEMORY = "datum.value >= 1024 ? format(datum.value / 1024, '~r') + ' GiB' : format(datum.value, '~r') + ' MiB'"
+_ACROSS, _UP = 30, 24  # pixels around points with labels
 _ANCHORS = [("right", 7), ("top", 6), ("bottom", 6), ("left", 7), ("top-right", 5), ("bottom-right", 5), ("top-left", 5)]
 
 
@@ -125,7 +126,7 @@ def _lines(
             y=alt.Y(
                 "value:Q",
                 scale=alt.Scale(type="log", base=base, nice=False, padding=10),
-                axis=_axis(alt, label) if base == 10 else alt.Axis(labelExpr=label, tickCount=6),
+                axis=_axis(alt, label, (1, 3)) if base == 10 else alt.Axis(labelExpr=label, tickCount=6),
                 title=title,
             ),
             color=colour,
@@ -150,18 +151,19 @@ def _lines(
 
 
 def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool) -> Spec:
-    """Points with labels that give way to each other, which only Vega can do: hence compiled, and the labels added."""
+    """Points with labels, which Vega-Lite cannot keep apart: hence compiled to Vega, and the labels added."""
     alt, convert = need("a chart", "altair", "vl_convert")
     colour, shape = _scales(alt, drawn, True)
+    rows = rows if in_page else _with_places(rows, kinds)
     tips = {"method": "method", "tokens": "tokens", "relative": "relative error", "against": "times faster than SDPA (95%)"}
-    across, up = (alt.Scale(type="log", nice=False, padding=padding) for padding in (30, 24))
+    across, up = (alt.Scale(type="log", nice=False, padding=padding) for padding in (_ACROSS, _UP))
     points = (
         alt.Chart(alt.NamedData(name="rows"), name="points")
         .transform_filter(_drawn(kinds))
         .mark_point(filled=True, size=110, opacity=1)
         .encode(
-            x=alt.X("error:Q", scale=across, title="relative error", axis=_axis(alt, _PLAIN)),
-            y=alt.Y("gain:Q", scale=up, title="times faster than SDPA", axis=_axis(alt, _PLAIN)),
+            x=alt.X("error:Q", scale=across, title="relative error", axis=_axis(alt, _PLAIN, (1, 2, 5))),
+            y=alt.Y("gain:Q", scale=up, title="times faster than SDPA", axis=_axis(alt, _PLAIN, (1, 2, 5))),
             color=colour,
             shape=shape,
             tooltip=[alt.Tooltip(field, type="nominal", title=title) for field, title in tips.items()],
@@ -171,24 +173,47 @@ def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_pa
     chart = _with_signals(alt, alt.layer(even, points), kinds)
     spec: Spec = convert.vegalite_to_vega({**_sized(chart, in_page, rows), "datasets": {"rows": rows, "even": [{"gain": 1}]}})
     spec.pop("config", None)
-    spec["marks"].append(
-        {
-            "type": "text",
-            "name": "labels",
-            "from": {"data": "points_marks"},
-            "encode": {"enter": {"text": {"field": "datum.label"}, "fill": {"field": "fill"}, "fontSize": {"value": 12}}},
-            "transform": [
-                {
-                    "type": "label",
-                    "size": {"signal": "[width, height]"},
-                    "anchor": [anchor for anchor, _ in _ANCHORS],
-                    "offset": [offset for _, offset in _ANCHORS],
-                    "avoidMarks": ["points_marks"],
-                }
-            ],
-        }
-    )
+    spec["marks"].append(_labels_by_vega() if in_page else _labels_by_rows())
     return spec
+
+
+def _labels_by_vega() -> Spec:
+    """Labels that give way to each other at any size; it takes a browser."""
+    options = {
+        "size": {"signal": "[width, height]"},
+        "anchor": [anchor for anchor, _ in _ANCHORS],
+        "offset": [offset for _, offset in _ANCHORS],
+        "avoidMarks": ["points_marks"],
+    }
+    return {**_labels({}), "transform": [{"type": "label", **options}]}
+
+
+def _labels_by_rows() -> Spec:
+    place = {
+        "x": {"field": "x", "offset": {"field": "datum.dx"}},
+        "y": {"field": "y", "offset": {"field": "datum.dy"}},
+        "align": {"field": "datum.align"},
+        "baseline": {"value": "middle"},
+        "opacity": {"signal": "datum.datum.align ? 1 : 0"},
+    }
+    return _labels(place)
+
+
+def _labels(place: Spec) -> Spec:
+    encode = {"text": {"field": "datum.label"}, "fill": {"field": "fill"}, "fontSize": {"value": 12}, **place}
+    return {"type": "text", "name": "labels", "from": {"data": "points_marks"}, "encode": {"enter": encode}}
+
+
+def _with_places(rows: figures.Rows, kinds: Sequence[str]) -> figures.Rows:
+    """The rows with the place of each label in a chart of the size of a file."""
+    found = []
+    for kind in kinds:
+        mine = [row for row in rows if row["kind"] == kind]
+        x = on_log_axis([row["error"] for row in mine], _WIDTH, _ACROSS)
+        y = [_HEIGHT - up for up in on_log_axis([row["gain"] for row in mine], _HEIGHT, _UP, 1.0)]
+        places = placed([(*point, row["label"]) for *point, row in zip(x, y, mine, strict=True)], _WIDTH, _HEIGHT)
+        found += [{**row, **asdict(place)} for row, place in zip(mine, places, strict=True)]
+    return found
 
 
 def _scales(alt: Any, drawn: list[Look], in_page: bool) -> tuple[Any, Any]:
@@ -199,10 +224,11 @@ def _scales(alt: Any, drawn: list[Look], in_page: bool) -> tuple[Any, Any]:
     return colour, alt.Shape("method:N", scale=alt.Scale(domain=domain, range="symbol"), legend=legend)
 
 
-def _axis(alt: Any, label: str) -> Any:
-    """Logarithmic, in steps of about three where there are many."""
-    faint = alt.condition(_IS_ROUND, alt.value(1), alt.value(0))
-    return alt.Axis(labelExpr=f"{_IS_ROUND} ? {label} : ''", gridOpacity=faint, tickOpacity=faint, labelOverlap=True)
+def _axis(alt: Any, label: str, digits: Sequence[int]) -> Any:
+    """Logarithmic, with ticks at numbers that begin with `digits`."""
+    is_round = f"indexof([{', '.join(map(str, digits))}], {_DIGIT}) >= 0"
+    seen = alt.condition(is_round, alt.value(1), alt.value(0))
+    return alt.Axis(labelExpr=f"{is_round} ? {label} : ''", gridOpacity=seen, tickOpacity=seen, labelOverlap=True)
 
 
 def _drawn(kinds: Sequence[str]) -> str:
