@@ -13,23 +13,20 @@ PASS_NAMES: dict[Pass, str] = {"forward": "forward", "training": "training", "de
 LEAST_ERROR = 1e-8  # what a logarithmic axis shows for exact results
 
 
+def digits(value: float) -> str:
+    """Three digits, or the whole number where it has more."""
+    return f"{float(f'{value:.3g}'):,g}" if value < 1000 else f"{value:,.0f}"
+
+
 def duration(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:,.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+    unit, whole = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("µs", 1e-6))
+    return f"{digits(seconds / whole)} {unit}"
 
 
 def size(count: float) -> str:
-    for unit, whole in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= whole:
-            return f"{count / whole:.3g} {unit}" if count < 1000 * whole else f"{count / whole:,.0f} {unit}"
-    return f"{count:.0f} B"
-
-
-def times(value: float) -> str:
-    """A ratio to three digits."""
-    return f"{value:.3g}x" if value < 1000 else f"{value:,.0f}x"
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    unit, whole = next((pair for pair in units if count >= pair[1]), ("B", 1))
+    return f"{digits(count / whole)} {unit}"
 
 
 def against(ratio: analysis.Ratio | None) -> str:
@@ -37,8 +34,8 @@ def against(ratio: analysis.Ratio | None) -> str:
     if ratio is None:
         return ""
     if ratio.low is None or ratio.high is None:
-        return f"{times(ratio.value)} ({'predicted' if ratio.is_predicted else 'one round'})"
-    return f"{times(ratio.value)} ({times(ratio.low)[:-1]} to {times(ratio.high)[:-1]})"
+        return f"{digits(ratio.value)}x ({'predicted' if ratio.is_predicted else 'one round'})"
+    return f"{digits(ratio.value)}x ({digits(ratio.low)} to {digits(ratio.high)})"
 
 
 def shown_methods(results: Results) -> list[str]:
@@ -90,7 +87,7 @@ def memory_rows(results: Results) -> Rows:
                 "value": fact.peak_bytes / 2**20,
                 "is_predicted": is_predicted,
                 "amount": size(fact.peak_bytes),
-                "against": "the reference" if fact.method == BASELINE else "" if gain is None else f"{times(gain)} less",
+                "against": "the reference" if fact.method == BASELINE else "" if gain is None else f"{digits(gain)}x less",
                 "status": f"predicted: {fact.why}" if is_predicted else "measured",
             }
         )

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from subquad import Info, UnknownMethodError, info, methods
+from subquad import Info, UnknownMethodError
 from subquad.bench.results import BASELINE
+from subquad.registry import info, methods
 
 Mode = Literal["light", "dark"]
 

@@ -19,7 +19,7 @@ _NEEDS = {"causal": "is_causal", "cross": "cross", "padding": "key_padding_mask"
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell says, what it sorts by (None: last), and in which way it is not a plain measurement."""
+    """What a cell says, what it sorts by (None: last), and what is special about it."""
 
     text: str
     key: float | str | None = None
@@ -27,7 +27,7 @@ class Cell:
 
     @property
     def is_number(self) -> bool:
-        return isinstance(self.key, float)
+        return isinstance(self.key, float) and self.kind != "list"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def not_run(results: Results) -> Table:
     order = {"refused": 0, "failed": 1, "predicted": 2}
     for (status, quantity, _, lengths), pairs in sorted(rows.items(), key=lambda item: order[item[0][0]]):
         methods = ", ".join(dict.fromkeys(method for method, _ in pairs))
-        listed = Cell(", ".join(f"{n:,}" for n in lengths) or "all", float(min(lengths, default=0)))
+        is_all = not lengths or lengths == tuple(sorted(results.lengths))
+        listed = Cell("all" if is_all else ", ".join(f"{n:,}" for n in lengths), float(min(lengths, default=0)), "list")
         why = _merged([why for _, why in pairs])
         table.rows.append([Cell(status, status, status), _word(quantity), listed, _word(methods), _word(why)])
     return table
