@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from subquad.report.page import write_page
+from subquad.report import write_page
 from tests.report.made_up import made_up
 
 FLAGS = [

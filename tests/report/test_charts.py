@@ -8,8 +8,8 @@ import pytest
 
 import subquad as sq
 from subquad.bench.results import BASELINE, Facts, Results, Setting, Timing
-from subquad.report import figures, labels
-from subquad.report.charts import charts, save_charts
+from subquad.report import figures, labels, save_charts
+from subquad.report.charts import charts
 from subquad.report.labels import on_log_axis, placed
 from subquad.report.looks import looks
 from tests.report.made_up import FAILING, LONGEST_RUN, METHODS

@@ -10,7 +10,7 @@ import pytest
 import subquad as sq
 from subquad.bench import analysis
 from subquad.bench.results import BASELINE, Facts, Results, Setting, Timing
-from subquad.report.page import write_page
+from subquad.report import write_page
 from tests.report.made_up import FAILING, METHODS, REFUSED, made_up
 
 HOSTILE = "</script><img src=x onerror=alert(1)>'\"&{{7*7}}"

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from tests.report.made_up import METHODS
+from subquad.report import write_page
+from tests.report.made_up import METHODS, made_up
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 MODES = "return [...document.querySelectorAll('[data-chart]')].map(box => box.dataset.mode)"
 WAIT = 20
@@ -40,6 +43,10 @@ def marks(driver, chart, kind="mark-line"):
     return driver.execute_script(f"return document.querySelectorAll('[data-chart={chart}] .{kind} path').length")
 
 
+def complaints(driver):
+    return [entry for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
 def column(driver, table, number):
     cells = f"return [...document.querySelectorAll('#{table} tbody tr')].map(row => row.cells[{number}].textContent.trim())"
     return driver.execute_script(cells)
@@ -64,7 +71,7 @@ def test_it_draws_every_chart_without_a_complaint(shown, tmp_path):
         "return [...document.querySelectorAll('[data-chart=fidelity] .mark-text text')].map(t => t.textContent)"
     )
     assert set(METHODS) <= set(labels)
-    assert [entry for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+    assert complaints(driver) == []
     assert (
         driver.execute_script("return performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:')).length")
         == 0
@@ -87,6 +94,26 @@ def test_a_click_on_a_method_hides_it_and_another_shows_it(shown):
     until(driver, lambda: marks(driver, "time") == 2)
     click(driver, driver.find_element("css selector", "[data-all=show]"))
     until(driver, lambda: marks(driver, "time") == before["time"])
+
+
+def test_nothing_is_left_and_all_comes_back(shown):
+    driver = shown()
+    before = marks(driver, "time")
+    click(driver, driver.find_element("css selector", "[data-all=hide]"))
+    click(driver, driver.find_element("css selector", "[data-method=sdpa]"))
+    until(driver, lambda: marks(driver, "time") == 0)
+    click(driver, driver.find_element("css selector", "[data-all=show]"))
+    until(driver, lambda: marks(driver, "time") == before)
+    assert complaints(driver) == []
+
+
+def test_short_results_and_names_that_would_act(shown, tmp_path):
+    results = made_up(["linear", HOSTILE], [512])
+    results.refusals[HOSTILE] = HOSTILE
+    write_page(results, tmp_path / "a.html")
+    driver = shown(path=tmp_path / "a.html")
+    assert marks(driver, "time", "mark-symbol") == 2 * 3  # what is seen, and what the pointer meets
+    assert complaints(driver) == []
 
 
 def test_the_switch_changes_the_pass_and_keeps_what_is_hidden(shown):

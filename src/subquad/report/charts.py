@@ -117,12 +117,14 @@ def _lines(
         ("against", "against SDPA (95%)"),
         ("status", "status"),
     ]
+    ends = [lengths[0], lengths[-1]] if len(lengths) > 1 else [lengths[0] / 2, lengths[0] * 2]
+    along = alt.Scale(type="log", base=2, nice=False, padding=12, domain=ends)
     axis = alt.Axis(labelExpr=_TOKENS, values=lengths, labelOverlap=True, grid=False)
     shared = (
         alt.Chart(alt.NamedData(name="rows"))
         .transform_filter(_drawn(kinds))
         .encode(
-            x=alt.X("length:Q", scale=alt.Scale(type="log", base=2, nice=False, padding=12), axis=axis, title="tokens"),
+            x=alt.X("length:Q", scale=along, axis=axis, title="tokens"),
             y=alt.Y(
                 "value:Q",
                 scale=alt.Scale(type="log", base=base, nice=False, padding=10),
@@ -136,16 +138,17 @@ def _lines(
     measured, predicted, joining = "!datum.is_predicted", "datum.is_predicted", "datum.joins"
     at_end = {"align": "right", "dx": -9, "dy": -9, "fontWeight": "bold", "fontSize": 13}
     last = f"datum.method === '{BASELINE}' && datum.length === {lengths[-1]}"
-    ends = [shared.transform_filter(last).mark_text(style=style, **at_end) for style in ("halo", "text")]
-    tooltip = [alt.Tooltip(field, type="nominal", title=words) for field, words in tips]
+    words = [shared.transform_filter(last).mark_text(style=style, **at_end) for style in ("halo", "text")]
+    tooltip = [alt.Tooltip(field, type="nominal", title=heading) for field, heading in tips]
     layers = [
         shared.transform_filter(measured).mark_line(aria=False).encode(strokeWidth=width),
-        shared.transform_filter(joining).mark_line(strokeDash=[5, 4], aria=False).encode(strokeWidth=width),
         shared.transform_filter(measured).mark_point(filled=True, size=55, opacity=1, aria=False).encode(shape=shape),
-        shared.transform_filter(predicted).mark_point(size=55, opacity=1, aria=False).encode(shape=shape),
-        *(end.encode(text=alt.value("SDPA")) for end in ends),
+        *(word.encode(text=alt.value("SDPA")) for word in words),
         shared.mark_point(filled=True, shape="circle", size=260, opacity=0).encode(tooltip=tooltip),  # easier to hit
     ]
+    if any(row["is_predicted"] for row in rows):
+        layers.insert(1, shared.transform_filter(joining).mark_line(strokeDash=[5, 4], aria=False).encode(strokeWidth=width))
+        layers.insert(3, shared.transform_filter(predicted).mark_point(size=55, opacity=1, aria=False).encode(shape=shape))
     chart = _with_signals(alt, alt.layer(*layers), kinds)
     return _sized(chart, in_page, rows)
 

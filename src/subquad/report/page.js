@@ -7,6 +7,7 @@
   const views = {};
 
   const show = (name) => {
+    if (!views[name]) return; // not drawn yet; it will be as the choices are by then
     views[name].signal("hidden", [...hidden]);
     if (name in kinds) views[name].signal("kind", kinds[name]);
     return views[name].runAsync();
@@ -18,6 +19,7 @@
     if (views[name]) views[name].finalize();
     const actions = { export: true, source: false, compiled: false, editor: false };
     const options = { config: themes[mode], renderer: "svg", actions, tooltip: { theme: mode }, downloadFileName: name };
+    options.logLevel = 1; // errors; a layer that a choice leaves empty is none
     views[name] = (await vegaEmbed(box, structuredClone(specs[name]), options)).view;
     await show(name);
     box.dataset.mode = mode;
