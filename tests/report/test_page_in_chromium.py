@@ -1,7 +1,5 @@
 """The page in a browser: what is drawn, what a click does, in the dark and on a phone."""
 
-import json
-
 import pytest
 
 from subquad.report import write_page
@@ -163,9 +161,12 @@ def test_dark_follows_the_system_while_the_page_is_open(shown, tmp_path):
     driver = shown()
 
     def colours():
-        script = """const text = document.querySelector('[data-chart=time] .role-axis-label text');
-            return JSON.stringify([getComputedStyle(document.body).backgroundColor, text.getAttribute('fill')])"""
-        return json.loads(driver.execute_script(script))
+        """Of the page, of all words on axes, behind the charts, and of the line at 1."""
+        script = """const page = getComputedStyle(document.body).backgroundColor;
+            const unique = (found, name) => [...new Set([...document.querySelectorAll(found)].map(x => getComputedStyle(x)[name]))];
+            return [page, unique('[data-chart] .role-axis-label text', 'fill'), unique('[data-chart] svg.marks', 'backgroundColor'),
+              unique('[data-chart=fidelity] .mark-rule.role-mark line', 'stroke')];"""
+        return driver.execute_script(script)
 
     light = colours()
     click(driver, driver.find_element("css selector", "[data-method=linear]"))
@@ -176,7 +177,10 @@ def test_dark_follows_the_system_while_the_page_is_open(shown, tmp_path):
     dark = colours()
     assert light[0] == "rgb(255, 255, 255)"
     assert dark[0] == "rgb(13, 17, 23)"
+    assert len(light[1]) == len(dark[1]) == 1
     assert light[1] != dark[1]
+    assert light[2] == dark[2] == ["rgba(0, 0, 0, 0)"]
+    assert (light[3], dark[3]) == (light[1], dark[1])
     assert marks(driver, "time") == hidden
     driver.save_screenshot(str(tmp_path / "dark.png"))
 

@@ -175,9 +175,14 @@ def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_pa
     even = alt.Chart(alt.NamedData(name="even")).mark_rule(style="even", strokeDash=[2, 3], strokeWidth=1.5).encode(y="gain:Q")
     chart = _with_signals(alt, alt.layer(even, points), kinds)
     spec: Spec = convert.vegalite_to_vega({**_sized(chart, in_page, rows), "datasets": {"rows": rows, "even": [{"gain": 1}]}})
-    spec.pop("config", None)
+    for part, baked in ((spec, "config"), (spec, "background"), (_mark(spec, "rule")["encode"]["update"], "stroke")):
+        part.pop(baked, None)  # these are the theme's
     spec["marks"].append(_labels_by_vega() if in_page else _labels_by_rows())
     return spec
+
+
+def _mark(spec: Spec, kind: str) -> Spec:
+    return next(mark for mark in spec["marks"] if mark["type"] == kind)
 
 
 def _labels_by_vega() -> Spec:

@@ -100,7 +100,10 @@ def theme(drawn: Sequence[Look], mode: Mode) -> dict[str, Any]:
         "legend": {**text, "symbolSize": 80},
         "title": {"color": ink},
         "text": {"font": _FONT},
-        "rule": {"stroke": ink},
-        "style": {"halo": {"stroke": page, "strokeWidth": 5, "strokeJoin": "round"}, "even": {"stroke": ink}},
+        "style": {
+            "halo": {"stroke": page, "strokeWidth": 5, "strokeJoin": "round"},
+            "even": {"stroke": ink},
+            "cell": {"stroke": grid},
+        },
         "view": {"stroke": grid},
     }
