@@ -17,9 +17,9 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 import subquad
-from subquad import Config, Info, InputError, OptionError, SubquadError
+from subquad import Config, Info, InputError, MissingExtraError, OptionError, SubquadError
 from subquad.registry import resolve
-from subquad.report import attention_map, render, save
+from subquad.report import attention_map, render, save, save_charts, write_page
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -231,6 +231,12 @@ def _report(results: Any, out: Path, png: bool) -> None:
     for method, why in results.refusals.items():
         console.print(f"{method}: not compared. {escape(why)}", style="dim")
     written = [out / "results.json"]
+    try:
+        write_page(results, out / "report.html")
+        written.append(out / "report.html")
+        written += save_charts(results, out) if png else []
+    except MissingExtraError as error:
+        Console(stderr=True).print(f"[yellow]no page:[/yellow] {escape(str(error))}")
     console.print("Written: " + ", ".join(map(str, written)), soft_wrap=True)
 
 

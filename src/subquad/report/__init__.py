@@ -1,6 +1,8 @@
-"""What can be looked at: pictures of who attends to whom."""
+"""What can be looked at: the page of a comparison, its charts, and pictures of who attends to whom."""
 
 from subquad.report.attention_map import AttentionMap, HeadGroup, attention_map
+from subquad.report.charts import save_charts
+from subquad.report.page import write_page
 from subquad.report.pictures import render, save
 
-__all__ = ["AttentionMap", "HeadGroup", "attention_map", "render", "save"]
+__all__ = ["AttentionMap", "HeadGroup", "attention_map", "render", "save", "save_charts", "write_page"]

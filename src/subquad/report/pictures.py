@@ -8,9 +8,10 @@ from __future__ import annotations
 import io
 import math
 import os
+import struct
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from subquad import InputError, MissingExtraError
+from subquad import InputError
 from subquad.report.attention_map import AttentionMap
+from subquad.report.extra import need
 
 _ENDINGS = (".png", ".svg")
 _TERMINAL_CELLS, _FILE_CELLS = 64, 128
@@ -104,6 +106,21 @@ def _css(colour: tuple[int, ...]) -> str:
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
+def small_pictures(shown: AttentionMap, most: int) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """Every matrix of the map with its label, as a PNG of a pixel a cell, at most `most` a side; and the caption."""
+    cells = _Cells.of(shown, most)
+    return [(label, _png((matrix / cells.limit).tolist())) for label, matrix in cells.panels], cells.caption(shown)
+
+
+def _png(rows: list[list[float]]) -> bytes:
+    """Rows of weights from -1 to 1 as a picture: 8 bits, RGB, no filter."""
+    lines = b"".join(b"\0" + bytes(channel for x in row for channel in _colour(x)) for row in rows)
+    header = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
+    chunks = [struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
 def save(shown: AttentionMap, path: str | os.PathLike[str]) -> None:
     """Write the map as PNG or SVG, by the ending of `path`: wholly, or not at all."""
     path = Path(path)
@@ -134,7 +151,7 @@ def _rendered(chart: Any, format: str) -> bytes:
 
 
 def _chart(shown: AttentionMap) -> Any:
-    alt = _altair()
+    alt, _ = need("a picture in a file", "altair", "vl_convert")  # the second is what the first draws files with
     cells = _Cells.of(shown, _FILE_CELLS)
     colour = alt.value(_css(_BLUE)) if shown.exact is None else _colours(alt, cells)
     across, down = (alt.Scale(domain=ends, nice=False) for ends in ([0, shown.length], [shown.length, 0]))
@@ -168,14 +185,3 @@ def _table(matrix: Tensor, step: int, length: int) -> str:
     edges = [*range(0, length, step), length]
     rows = [f"{edges[i]},{edges[i + 1]},{edges[j]},{edges[j + 1]},{matrix[i, j].item()}" for i, j in matrix.nonzero().tolist()]
     return "\n".join(["i,i2,j,j2,weight", *rows])
-
-
-def _altair() -> Any:
-    try:
-        import_module("vl_convert")  # what altair draws files with
-        return import_module("altair")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"a picture in a file needs the extra subquad[report]; {error.name} is not installed. "
-            "Install it: pip install altair vl-convert-python"
-        ) from error

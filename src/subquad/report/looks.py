@@ -1,0 +1,109 @@
+"""One look a method, the same in every chart: a hue for its engine, a shade and a shape within it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from subquad import Info, UnknownMethodError
+from subquad.bench.results import BASELINE
+from subquad.registry import info, methods
+
+Mode = Literal["light", "dark"]
+
+# Hues that differ for colour-blind eyes too; all have a contrast of 3:1 to the page behind them.
+_SHADES: dict[str, dict[Mode, tuple[str, str, str]]] = {
+    "kernelized": {"light": ("#0072b2", "#0a3d6b", "#3e8fc4"), "dark": ("#56b4e9", "#a9dbf7", "#2e8bc9")},
+    "block_sparse": {"light": ("#c24e00", "#7a2e00", "#d2701a"), "dark": ("#f0954a", "#fbcb9c", "#d66f1e")},
+    "bucketed": {"light": ("#00795a", "#00402f", "#2c9776"), "dark": ("#2fc79b", "#97e8cf", "#1c9c78")},
+    "low_rank": {"light": ("#9e3c7c", "#5a1a4b", "#c0649f"), "dark": ("#e28dc0", "#f6c9e4", "#c2609c")},
+    "": {"light": ("#6b6b6b", "#8a7400", "#4d4d4d"), "dark": ("#b0b0b0", "#d6c34a", "#dddddd")},
+}
+_BASELINE: dict[Mode, str] = {"light": "#111111", "dark": "#ffffff"}
+_INKS: dict[Mode, tuple[str, str, str]] = {  # page, text, grid
+    "light": ("#ffffff", "#1f2328", "#d8dee4"),
+    "dark": ("#0d1117", "#e6edf3", "#30363d"),
+}
+_FONT = "system-ui, sans-serif"
+# Vega's names, and the same as a path around the origin.
+SHAPES = {
+    "circle": "M4,0A4,4,0,1,1,-4,0A4,4,0,1,1,4,0Z",
+    "square": "M-3.6,-3.6H3.6V3.6H-3.6Z",
+    "triangle-up": "M0,-4.2L4.4,3.6H-4.4Z",
+    "diamond": "M0,-5L4.4,0L0,5L-4.4,0Z",
+    "cross": "M-4.5,-1.6H-1.6V-4.5H1.6V-1.6H4.5V1.6H1.6V4.5H-1.6V1.6H-4.5Z",
+    "triangle-down": "M0,4.2L4.4,-3.6H-4.4Z",
+    "triangle-left": "M-4.2,0L3.6,-4.4V4.4Z",
+    "triangle-right": "M4.2,0L-3.6,-4.4V4.4Z",
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one method is drawn."""
+
+    method: str
+    engine: str
+    light: str
+    dark: str
+    shape: str
+
+    @property
+    def path(self) -> str:
+        return SHAPES[self.shape]
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.method == BASELINE
+
+
+def record(method: str) -> Info | None:
+    """The facts of a method; None for the baseline, and for a name that this release does not know."""
+    try:
+        return info(method)
+    except UnknownMethodError:
+        return None
+
+
+def engine_of(method: str) -> str:
+    facts = record(method)
+    return "" if facts is None else facts.engine
+
+
+def looks(names: Sequence[str]) -> list[Look]:
+    """The baseline, then `names` by engine. What is not compared keeps its place, so that a method never changes its look."""
+    known = [*methods(), *(name for name in names if record(name) is None and name != BASELINE)]
+    places: dict[str, int] = {}
+    found = {}
+    for name in known:
+        engine = engine_of(name)
+        place = places[engine] = places.get(engine, -1) + 1
+        shades, shape = _SHADES.get(engine, _SHADES[""]), list(SHAPES)[place % len(SHAPES)]
+        found[name] = Look(name, engine, shades["light"][place % 3], shades["dark"][place % 3], shape)
+    order = {engine: i for i, engine in enumerate([*_SHADES, "dense"])}
+    drawn = sorted(
+        (found[name] for name in dict.fromkeys(names) if name in found), key=lambda x: order.get(x.engine, len(order))
+    )
+    return [Look(BASELINE, "", _BASELINE["light"], _BASELINE["dark"], "circle"), *drawn]
+
+
+def theme(drawn: Sequence[Look], mode: Mode) -> dict[str, Any]:
+    """The configuration that gives charts the colours of a light or dark page."""
+    page, ink, grid = _INKS[mode]
+    fonts = {"labelFont": _FONT, "titleFont": _FONT, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
+    text = {**fonts, "labelColor": ink, "titleColor": ink}
+    return {
+        "background": "transparent",
+        "range": {"category": [getattr(look, mode) for look in drawn], "symbol": [look.shape for look in drawn]},
+        "axis": {**text, "gridColor": grid, "domainColor": ink, "tickColor": ink},
+        "legend": {**text, "symbolSize": 80},
+        "title": {"color": ink},
+        "text": {"font": _FONT},
+        "style": {
+            "halo": {"stroke": page, "strokeWidth": 5, "strokeJoin": "round"},
+            "even": {"stroke": ink},
+            "cell": {"stroke": grid},
+        },
+        "view": {"stroke": grid},
+    }

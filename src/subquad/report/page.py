@@ -1,0 +1,92 @@
+"""The page of a comparison: one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from subquad import SubquadError
+from subquad.bench import analysis
+from subquad.bench.measure import configured
+from subquad.bench.results import BASELINE, Results
+from subquad.report import figures, tables
+from subquad.report.attention_map import attention_map
+from subquad.report.charts import charts, write
+from subquad.report.extra import need
+from subquad.report.looks import Look, looks, record, theme
+from subquad.report.pictures import small_pictures
+
+_CELLS = 128  # pixels a side of a picture, before it is enlarged
+_LENGTH = 1024  # tokens that options are chosen for, where they follow from the length
+
+
+@dataclass(frozen=True)
+class _Picture:
+    method: str
+    title: str
+    panels: list[tuple[str, str]]  # label, data URL
+    caption: list[str]
+
+
+def write_page(results: Results, path: Path) -> None:
+    """Write `results` to `path` as one HTML file that works offline: wholly, or not at all."""
+    jinja2, _, _ = need("a page", "jinja2", "altair", "vl_convert")
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    write(path, environment.get_template("page.html.jinja").render(_contents(results)).encode())
+
+
+def _contents(results: Results) -> dict[str, Any]:
+    drawn = looks(figures.shown_methods(results))
+    found = charts(results)
+    return {
+        "headline": analysis.headline(results),
+        "results": results,
+        "charts": {chart.name: chart for chart in found},
+        "specs": {chart.name: chart.spec for chart in found},
+        "themes": {"light": theme(drawn, "light"), "dark": theme(drawn, "dark")},
+        "legend": _legend(drawn),
+        "pass_names": figures.PASS_NAMES,
+        "crossovers": tables.crossovers(results),
+        "capabilities": tables.capabilities(results),
+        "not_run": tables.not_run(results),
+        "predictions": tables.predictions(results),
+        "all_figures": tables.all_figures(results),
+        "machine": tables.machine(results),
+        "pictures": list(_pictures(results)),
+        "library": _library(),
+    }
+
+
+def _legend(drawn: list[Look]) -> list[tuple[str, list[Look]]]:
+    """The methods by engine."""
+    names = {"": "other", "dense": "dense"}
+    groups = groupby(drawn[1:], key=lambda look: look.engine)
+    return [("reference", drawn[:1]), *((names.get(engine, engine.replace("_", "-")), list(g)) for engine, g in groups)]
+
+
+def _pictures(results: Results) -> Iterable[_Picture]:
+    """Of every method that this release knows, in the direction compared; of heads that differ, the first ones."""
+    for method in results.methods:
+        if method == BASELINE or record(method) is None:
+            continue
+        try:
+            shown = attention_map(configured(method, _LENGTH), is_causal=results.setting.is_causal)
+        except SubquadError:  # options that have changed since; a page without this picture is still a page
+            continue
+        panels, caption = small_pictures(shown, _CELLS)
+        kept = panels[:1] if shown.exact is None else [panels[0], panels[-1]]
+        if len(shown.groups) > 1:
+            caption.append("Heads differ; the first is shown.")
+        urls = [(label, "data:image/png;base64," + base64.b64encode(data).decode()) for label, data in kept]
+        yield _Picture(method, shown.title, urls, caption)
+
+
+def _library() -> str:
+    """Vega, Vega-Lite and vega-embed as one script, fit to stand in a page."""
+    (convert,) = need("a page", "vl_convert")
+    return str(convert.javascript_bundle()).replace("</script", "<\\/script").replace("<!--", "<\\!--")
