@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: install test check fix bench clean
+.PHONY: install compare test check fix bench clean
 
 install: $(STAMP)
 
@@ -11,6 +11,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $(STAMP)
+
+$(VENV)/compare: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report]'
+	touch $@
+
+compare: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/compare)
+	$(BIN)/subquad compare --lengths 256:16384
 
 check: install
 	$(BIN)/ruff format --check .

@@ -53,7 +53,12 @@ def test_json_is_the_record(run):
 
 
 @pytest.mark.parametrize(
-    "example", ["subquad list --causal --decode", "subquad show performer --length 64 --out performer.png"]
+    "example",
+    [
+        "subquad list --causal --decode",
+        "subquad show performer --length 64 --out performer.png",
+        "subquad advise --length 4096 --causal --decode",
+    ],
 )
 def test_help_has_an_example_that_works(run, example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

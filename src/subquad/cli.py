@@ -227,7 +227,7 @@ def _report(results: Any, out: Path, png: bool) -> None:
     console.print(analysis.headline(results), style="bold")
     for kind in PASSES:
         if any(t.rounds for t in results.of(kind)):
-            console.print(table(results, kind))
+            console.print(table(results, kind, console.width))
     for method, why in results.refusals.items():
         console.print(f"{method}: not compared. {escape(why)}", style="dim")
     written = [out / "results.json"]

@@ -147,8 +147,12 @@ def _check(plan: Plan, setting: Setting) -> None:
         raise InputError(f"the budget is a time above 0; got {plan.budget}.")
     if plan.qkv is not None:
         saved_inputs(plan.qkv)
-    if not isinstance(getattr(torch, setting.dtype, None), torch.dtype):
+    if setting.dtype not in ("float32", "bfloat16", "float16", "float64"):
         raise InputError(f"dtype is float32, bfloat16, float16 or float64; got {setting.dtype!r}.")
+    try:
+        torch.zeros(1, device=setting.device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"device {setting.device!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 class _Run:

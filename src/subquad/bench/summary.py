@@ -8,30 +8,32 @@ from rich.table import Table
 from subquad.bench import analysis
 from subquad.bench.results import BASELINE, Pass, Results
 
+_NAMES: dict[Pass, str] = {"forward": "a forward pass", "training": "forward and backward", "decode": "one token more"}
+_OTHERS = 48  # columns of the terminal beside those of the lengths, 8 each
 
-def table(results: Results, kind: Pass) -> Table:
-    """How many times faster than SDPA each method is, by length, with growth and crossover."""
-    names = {"forward": "a forward pass", "training": "forward and backward", "decode": "one token more"}
-    title = f"Times faster than SDPA, {names[kind]}; ~ predicted, in brackets the 95% interval at the longest length"
-    shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+
+def table(results: Results, kind: Pass, width: int) -> Table:
+    """How many times faster than SDPA each method is, at as many lengths as fit into `width` columns."""
+    title = f"Times faster than SDPA, {_NAMES[kind]} (~: predicted)"
+    shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
     shown.add_column("method", style="bold", no_wrap=True)
-    lengths = [n for n in results.lengths if any(t.length == n and t.rounds for t in results.of(kind))]
+    known = [n for n in results.lengths if any(t.length == n and t.rounds for t in results.of(kind))]
+    step = -(-len(known) // max(1, (width - _OTHERS) // 8))
+    lengths = known[::-1][::step][::-1]
     for length in lengths:
-        shown.add_column(f"{length:,}", justify="right")
-    for heading in ("interval", "pays from", "time ~ N^", "memory ~ N^", "error"):
-        shown.add_column(heading, justify="right")
+        shown.add_column(f"{length:,}", justify="right", no_wrap=True)
+    for heading in ("95% there", "pays from", "error"):
+        shown.add_column(heading, justify="right", no_wrap=True)
     for method in results.methods:
         ratios = {n: analysis.ratio(results, method, n, kind) for n in lengths}
         if method == BASELINE or not any(ratios.values()):
             continue
-        last = next((r for n in reversed(lengths) if (r := ratios[n]) is not None and r.low is not None), None)
+        last = ratios[lengths[-1]]
         shown.add_row(
             method,
             *(_ratio(ratios[n]) for n in lengths),
-            "-" if last is None else f"{last.low:.2f} - {last.high:.2f}",
+            "-" if last is None or last.low is None else f"{last.low:.1f}-{last.high:.1f}",
             _crossing(analysis.time_crossover(results, method, kind)),
-            _number(analysis.time_growth(results, method, kind)),
-            _number(analysis.memory_growth(results, method)),
             _error(results, method),
         )
     return shown
@@ -48,10 +50,6 @@ def _crossing(crossing: analysis.Crossing | None) -> str:
     if crossing is None:
         return "-"
     return f"<= {crossing.length:,.0f}" if crossing.at_most else analysis.rounded(crossing.length)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _error(results: Results, method: str) -> str:
