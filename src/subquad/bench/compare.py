@@ -32,6 +32,7 @@ from subquad.registry import resolve
 FILE = "results.json"
 ORACLES = ("softmax", "svd")  # the baseline itself, and a bound that is slow by definition: compared only if named
 _SLOWEST = 15  # a call may take the budget divided by this
+_VISIT = 2  # rounds at a length before going to another
 _FIRST = 0.7  # share of the budget for the first sweep
 _SPARE = 0.8  # share of the free memory that a cell may take
 _LEAST = {BASELINE: 2.0, "svd": 3.0}  # exponents, 1 for the others: at short lengths overheads hide them
@@ -161,6 +162,7 @@ class _Run:
         self.methods = [m for m in plan.methods if m in results.methods and m != BASELINE]
         self.begun, self.before = time.monotonic(), results.seconds
         self.shuffle = random.Random(0).shuffle
+        self.costs: dict[tuple[int, Pass], float] = {}
 
     @property
     def left(self) -> float:
@@ -181,29 +183,37 @@ class _Run:
             for method in (BASELINE, *self.methods):
                 self._facts(method, length)
             for kind in self.plan.passes:
-                self._round(length, kind, [m for m in (BASELINE, *self.methods) if self._is_due(m, length, kind)])
+                self._visit(length, kind, [m for m in (BASELINE, *self.methods) if self._is_due(m, length, kind)], rounds=1)
 
     def more_rounds(self) -> None:
-        while True:
-            groups = [(n, kind) for n in self.plan.lengths for kind in self.plan.passes]
-            groups = [g for g in groups if self._unfinished(*g) and self._cost(*g) < self.left]
-            if not groups:
-                return
-            # The least measured first; of those, in any order.
-            self.shuffle(groups)
-            length, kind = min(groups, key=lambda g: min(len(t.rounds) for t in self._unfinished(*g)))
-            members = [t.method for t in self._members(length, kind)]
-            self._round(length, kind, members)
+        """Sweep after sweep, in any order, until each cell has its rounds or nothing more fits into the budget."""
+        groups = [(n, kind) for n in self.plan.lengths for kind in self.plan.passes]
+        while due := [g for g in groups if self._missing(*g) and self._cost(*g) < self.left]:
+            lengths = sorted({length for length, _ in due})
+            self.shuffle(lengths)
+            for length, kind in sorted(due, key=lambda g: lengths.index(g[0])):  # inputs and states of a length are made once
+                if self._cost(length, kind) < self.left:
+                    members = [t.method for t in self._members(length, kind)]
+                    self._visit(length, kind, members, min(_VISIT, self._missing(length, kind)))
 
     def _members(self, length: int, kind: Pass) -> list[Timing]:
         timings = [self.results.timing(m, length, kind) for m in (BASELINE, *self.methods)]
         return [t for t in timings if t is not None and t.rounds and t.status == "measured"]
 
-    def _unfinished(self, length: int, kind: Pass) -> list[Timing]:
-        return [t for t in self._members(length, kind) if len(t.rounds) < self.plan.rounds]
+    def _missing(self, length: int, kind: Pass) -> int:
+        """Rounds that some method still lacks."""
+        return max((self.plan.rounds - len(t.rounds) for t in self._members(length, kind)), default=0)
 
     def _cost(self, length: int, kind: Pass) -> float:
-        return sum(analysis.seconds(t) or 0.0 for t in self._members(length, kind))
+        """Seconds of a visit: as long as the last one took, or a warm-up and a few rounds of all."""
+        rounds = sum(analysis.seconds(t) or 0.0 for t in self._members(length, kind))
+        return max(self.costs.get((length, kind), 0.0), (1 + _VISIT) * rounds)
+
+    def _visit(self, length: int, kind: Pass, members: list[str], rounds: int) -> None:
+        start = time.monotonic()
+        for _ in range(rounds):
+            self._round(length, kind, members)
+        self.costs[length, kind] = time.monotonic() - start
 
     def _round(self, length: int, kind: Pass, members: list[str]) -> None:
         """Each of `members` once, the baseline first."""
