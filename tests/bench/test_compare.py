@@ -15,7 +15,7 @@ import torch
 import subquad as sq
 from subquad.bench import Plan, ResultsError, Setting, compare, load
 from subquad.bench.compare import FILE
-from subquad.bench.measure import DisagreementError, error, inputs, peak_bytes, require_agreement
+from subquad.bench.measure import DisagreementError, call, error, inputs, peak_bytes, require_agreement
 from subquad.bench.worker import Worker, WorkerError
 
 SETTING = Setting(heads=2, head_dim=16, threads=1)
@@ -112,7 +112,7 @@ def test_a_dead_worker_costs_one_answer():
         with pytest.raises(WorkerError, match="killed, most likely for want of memory"):
             worker.ask(60, do="time", method="linear", length=64, kind="forward")
         assert worker.ask(60, do="time", method="linear", length=64, kind="forward")["seconds"] > 0
-        assert "MemoryError" not in worker.ask(60, do="peak", method="linear", length=64)
+        assert "MemoryError" not in worker.ask(60, do="facts", method="linear", length=64)
         with pytest.raises(WorkerError, match="no answer within 0 s"):
             worker.ask(0.01, do="time", method="linear", length=4096, kind="training")
 
@@ -139,8 +139,10 @@ def test_peak_bytes_are_those_of_the_tensors():
 
 
 def test_the_error_of_softmax_itself_is_none():
-    assert error("softmax", SETTING, inputs(SETTING, 50)) < 1e-6
-    assert error("linear", SETTING, inputs(SETTING, 50)) > 0.01
+    qkv = inputs(SETTING, 50)
+    exact = call("sdpa", SETTING, 50, qkv)()
+    assert error(call("softmax", SETTING, 50, qkv)(), exact) < 1e-6
+    assert error(call("linear", SETTING, 50, qkv)(), exact) > 0.01
 
 
 def test_errors_on_the_inputs_of_a_model(tmp_path):

@@ -179,11 +179,13 @@ class _Run:
                 self._keep()
 
     def first_sweep(self) -> None:
-        for length in sorted(self.plan.lengths):
-            for method in (BASELINE, *self.methods):
-                self._facts(method, length)
-            for kind in self.plan.passes:
-                self._visit(length, kind, [m for m in (BASELINE, *self.methods) if self._is_due(m, length, kind)], rounds=1)
+        """Forward passes at all lengths before anything else."""
+        for kind in self.plan.passes:
+            for length in sorted(self.plan.lengths):
+                for method in (BASELINE, *self.methods):
+                    self._facts(method, length)
+                members = [m for m in (BASELINE, *self.methods) if self._is_due(m, length, kind)]
+                self._visit(length, kind, members, rounds=1)
 
     def more_rounds(self) -> None:
         """Sweep after sweep, in any order, until each cell has its rounds or nothing more fits into the budget."""
@@ -287,14 +289,11 @@ class _Run:
             self._keep()
             return
         self._tell(f"{method}, {length:,} tokens, memory and error")
-        answer = self._ask(120.0, do="peak", method=method, length=length)
-        if "failed" not in answer:
-            fact.peak_bytes = answer["bytes"]
-            answer = {"errors": {}} if method == BASELINE else self._ask(120.0, do="error", method=method, length=length)
+        answer = self._ask(60.0 + 20 * (expected or 1.0), do="facts", method=method, length=length)
         if "failed" in answer:
-            fact.status, fact.why = "failed", answer["failed"]
+            fact.status, fact.why, fact.peak_bytes = "failed", answer["failed"], None
         else:
-            fact.status, fact.why, fact.errors = "measured", "", answer["errors"]
+            fact.status, fact.why, fact.peak_bytes, fact.errors = "measured", "", answer["bytes"], answer["errors"]
         self._keep()
 
     def _predicted(self, method: str, length: int, kind: Pass) -> float | None:

@@ -132,12 +132,9 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
     return most
 
 
-@torch.no_grad()
-def error(method: str, setting: Setting, qkv: tuple[Tensor, Tensor, Tensor]) -> float:
+def error(found: Tensor, exact: Tensor) -> float:
     """|o - softmax's o| / |softmax's o|, in the Frobenius norm."""
-    exact = call(BASELINE, setting, qkv[0].shape[2], qkv)().float()
-    found = call(method, setting, qkv[0].shape[2], qkv)().float()
-    return float((found - exact).norm() / exact.norm())
+    return float((found.float() - exact.float()).norm() / exact.float().norm())
 
 
 @torch.no_grad()
@@ -148,7 +145,9 @@ def saved_error(method: str, setting: Setting, length: int, saved: tuple[Tensor,
         return None
     dtype = getattr(torch, setting.dtype)
     query, key, value = (x[:, :, :length].to(setting.device, dtype) for x in saved)
-    return error(method, replace(setting, batch=batch, heads=heads, head_dim=channels), (query, key, value))
+    theirs = replace(setting, batch=batch, heads=heads, head_dim=channels)
+    found, exact = (call(m, theirs, length, (query, key, value))() for m in (method, BASELINE))
+    return error(found, exact)
 
 
 @torch.no_grad()

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from subquad.bench.results import Setting
+from subquad.bench.results import BASELINE, Setting
 
 
 class WorkerError(Exception):
@@ -135,35 +136,42 @@ class _Bench:
         self.saved = None if qkv is None else measure.saved_inputs(qkv)
         self.length, self.inputs = -1, measure.inputs(setting, 1)
         self.runs: dict[tuple[str, str], Any] = {}
+        self.exact: Any = None  # softmax's output
 
     def agree(self, method: str) -> dict[str, Any]:
         self.measure.require_agreement(method, self.setting)
         return {}
 
     def time(self, method: str, length: int, kind: Any) -> dict[str, Any]:
-        self._at(length)
-        if (method, kind) not in self.runs:
-            run = self.runs[method, kind] = self.measure.runner(method, self.setting, length, kind, self.inputs)
-            run()
-        return {"seconds": self.measure.seconds(self.runs[method, kind], self.setting.device)}
+        run, _ = self._run(method, length, kind)
+        return {"seconds": self.measure.seconds(run, self.setting.device)}
 
-    def peak(self, method: str, length: int) -> dict[str, Any]:
-        self._at(length)
-        run = self.measure.runner(method, self.setting, length, "forward", self.inputs)
-        run()
-        return {"bytes": self.measure.peak_bytes(run, self.setting.device)}
-
-    def error(self, method: str, length: int) -> dict[str, Any]:
-        self._at(length)
-        errors = {"random": self.measure.error(method, self.setting, self.inputs)}
-        if self.saved is not None:
-            real = self.measure.saved_error(method, self.setting, length, self.saved)
+    def facts(self, method: str, length: int) -> dict[str, Any]:
+        """Peak bytes of a forward pass, and the errors of its output."""
+        run, found = self._run(method, length, "forward")
+        found = run() if found is None else found
+        errors = {}
+        if method == BASELINE:
+            self.exact = found
+        else:
+            self.exact = self._run(BASELINE, length, "forward")[0]() if self.exact is None else self.exact
+            errors["random"] = self.measure.error(found, self.exact)
+            real = None if self.saved is None else self.measure.saved_error(method, self.setting, length, self.saved)
             errors |= {} if real is None else {"real": real}
-        return {"errors": errors}
+        del found
+        return {"bytes": self.measure.peak_bytes(run, self.setting.device), "errors": errors}
+
+    def _run(self, method: str, length: int, kind: Any) -> tuple[Callable[[], Any], Any]:
+        """What is timed, and what its first call, which warms up, has returned; None if that was before."""
+        self._at(length)
+        if (method, kind) in self.runs:
+            return self.runs[method, kind], None
+        run = self.runs[method, kind] = self.measure.runner(method, self.setting, length, kind, self.inputs)
+        return run, run()
 
     def _at(self, length: int) -> None:
         if self.length != length:
-            self.runs = {}
+            self.runs, self.exact = {}, None
             self.inputs = self.measure.inputs(self.setting, length)
             self.length = length
 
