@@ -30,10 +30,10 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     save(RESULTS, path)
 
-    def fail(_):
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, "fsync", fail)
+    monkeypatch.setattr(module.os, "replace", fail)
     with pytest.raises(ResultsError, match=r"cannot be written to .*: No space left on device. Choose another --out"):
         save(Results(Setting(), {}), path)
     assert load(path) == RESULTS

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -99,15 +99,13 @@ class Results:
 
 def save(results: Results, path: Path) -> None:
     """Write to a temporary file beside `path`, then rename: whoever reads sees the old file or the new one."""
-    text = json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(results)}, indent=1)
+    text = json.dumps({"schema": SCHEMA, "version": VERSION, **_plain(results)})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
         try:
             with os.fdopen(handle, "w") as file:
                 file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
             os.replace(name, path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
@@ -116,6 +114,11 @@ def save(results: Results, path: Path) -> None:
         raise ResultsError(
             f"the results cannot be written to {path}: {error.strerror or error}. Choose another --out."
         ) from error
+
+
+def _plain(results: Results) -> dict[str, Any]:
+    records = {"timings": [vars(t) for t in results.timings], "facts": [vars(f) for f in results.facts]}
+    return {**vars(results), **records, "setting": vars(results.setting)}
 
 
 def load(path: Path) -> Results:
