@@ -9,7 +9,6 @@ import torch
 
 import subquad as sq
 from subquad import models
-from subquad.bench import analysis, load
 from subquad.models.configuration import POSITIONS
 
 ROOT = Path(__file__).parents[1]
@@ -83,26 +82,6 @@ def measured_rows():
 def test_the_figures_are_the_measured_ones():
     shown = re.search(r"engines\.json -->\n(.*?)<!-- end -->", README, flags=re.DOTALL)[1].strip().splitlines()[2:]
     assert shown == list(measured_rows())
-
-
-def compare_rows():
-    """Where a method begins to pay, and what it gains, grows and errs at the longest length."""
-    results = load(ROOT / "docs" / "compare" / "results.json")
-    longest = results.lengths[-1]
-    for method in results.methods:
-        pays = [analysis.time_crossover(results, method, kind) for kind in ("forward", "training")]
-        from_ = ["-" if c is None else f"{c.length:,.0f} or less" if c.at_most else analysis.rounded(c.length) for c in pays]
-        gain = analysis.ratio(results, method, longest, "forward")
-        interval = "" if gain.low is None else f" ({gain.low:.1f} to {gain.high:.1f})"
-        growth = [analysis.time_growth(results, method, "forward"), analysis.memory_growth(results, method)]
-        errors = [f.errors["random"] for f in results.facts if f.method == method and "random" in f.errors]
-        cells = [*from_, f"{gain.value:.1f}{interval}", *(f"{g:.2f}" for g in growth), f"{errors[-1]:.0%}"]
-        yield " | ".join([f"| `{method}`", *cells]) + " |"
-
-
-def test_the_comparison_shown_is_the_measured_one():
-    shown = re.search(r"results\.json -->\n(.*?)<!-- end -->", README, flags=re.DOTALL)[1].strip().splitlines()[2:]
-    assert shown == list(compare_rows())
 
 
 def decode_rows():

@@ -33,7 +33,8 @@ FILE = "results.json"
 ORACLES = ("softmax", "svd")  # the baseline itself, and a bound that is slow by definition: compared only if named
 _SLOWEST = 15  # a call may take the budget divided by this
 _VISIT = 2  # rounds at a length before going to another
-_FIRST = 0.7  # share of the budget for the first sweep
+_AT_ONCE = 3  # rounds of the first visit
+_UNTIL: dict[Pass, float] = {"forward": 0.6, "training": 0.85, "decode": 0.95}  # shares of the budget for the first visits
 _SPARE = 0.8  # share of the free memory that a cell may take
 _LEAST = {BASELINE: 2.0, "svd": 3.0}  # exponents, 1 for the others: at short lengths overheads hide them
 
@@ -185,7 +186,7 @@ class _Run:
                 for method in (BASELINE, *self.methods):
                     self._facts(method, length)
                 members = [m for m in (BASELINE, *self.methods) if self._is_due(m, length, kind)]
-                self._visit(length, kind, members, rounds=1)
+                self._visit(length, kind, members, min(_AT_ONCE, self.plan.rounds))
 
     def more_rounds(self) -> None:
         """Sweep after sweep, in any order, until each cell has its rounds or nothing more fits into the budget."""
@@ -210,6 +211,12 @@ class _Run:
         """Seconds of a visit: as long as the last one took, or a warm-up and a few rounds of all."""
         rounds = sum(analysis.seconds(t) or 0.0 for t in self._members(length, kind))
         return max(self.costs.get((length, kind), 0.0), (1 + _VISIT) * rounds)
+
+    def _first_visit(self, length: int, kind: Pass) -> float:
+        """Seconds that it would take, by the growth so far."""
+        known = [self._predicted(m, length, kind) for m in (BASELINE, *self.methods)]
+        longest = self.plan.budget / _SLOWEST
+        return (1 + _AT_ONCE) * sum(s for s in known if s is not None and s <= longest)
 
     def _visit(self, length: int, kind: Pass, members: list[str], rounds: int) -> None:
         start = time.monotonic()
@@ -261,7 +268,7 @@ class _Run:
             why = f"a call would take about {expected:.0f} s, and the budget allows {longest:.1f}"
         elif fact is not None and fact.status == "predicted" and "memory" in fact.why:
             why = fact.why
-        if not why and self.left < self.plan.budget * (1 - _FIRST):
+        if not why and self._first_visit(length, kind) > self.left - self.plan.budget * (1 - _UNTIL[kind]):
             why = "the budget was spent on shorter lengths"
         if not why or expected is None:
             return True
