@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -14,26 +12,15 @@ from typing import Any
 import torch
 from rich.table import Table
 
-import subquad as sq
+from subquad import files
+from subquad.bench.machine import describe
+from subquad.bench.results import Setting
 
 _LEFT = ("method", "pass", "cost")  # columns of words
 
 
 def machine() -> dict[str, object]:
-    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "subquad": sq.__version__,
-    }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+    return {**describe(Setting()), "threads": torch.get_num_threads()}
 
 
 def command(script: str, arguments: Sequence[str]) -> str:
@@ -53,9 +40,7 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 
 def write(path: Path, results: dict[str, Any]) -> None:
     """As JSON, whole or not at all."""
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(results, indent=2) + "\n")
-    os.replace(temporary, path)
+    files.write(path, f"{json.dumps(results, indent=2)}\n".encode())
 
 
 def new_table(title: str, *headings: str) -> Table:

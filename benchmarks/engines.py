@@ -28,19 +28,16 @@ from rich.progress import track
 
 import subquad as sq
 from subquad import reference
-from subquad.registry import resolve
+from subquad.bench.measure import configured
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks.common import command, machine, middle, new_table, numbers, write
 
 HEADS, HEAD_DIM = 8, 64
 PASSES = ("forward", "training")  # training: forward and backward
-# What a name stands for, besides the methods' own names with their default options.
+# What a name stands for, besides the methods' own names.
 NAMED: dict[str, Callable[[int], sq.Config]] = {
     "local, window 512": lambda n: sq.Local(window=512),
-    "sparse_strided": lambda n: sq.SparseStrided(stride=round(math.sqrt(n))),
-    "sparse_fixed": lambda n: sq.SparseFixed(stride=round(math.sqrt(n))),
-    "linformer": lambda n: sq.Linformer(max_length=n),
 }
 ALL = [name for name in sq.methods() if name not in ("softmax", "svd", "rfa")]
 METHODS = [*ALL[: ALL.index("local")], "local, window 512", *ALL[ALL.index("local") :]]
@@ -107,7 +104,7 @@ def main() -> None:
 
 
 def resolve_at(method: str, length: int) -> sq.Config:
-    return NAMED[method](length) if method in NAMED else resolve(method)
+    return NAMED[method](length) if method in NAMED else configured(method, length)
 
 
 def runner(method: str, length: int, is_causal: bool, which: str, heads: int = HEADS) -> Callable[[], object]:

@@ -158,9 +158,9 @@ def scale(value: float | None) -> None:
         raise InputError(f"scale must be a finite number, or None for the mechanism's own; got {value!r}.")
 
 
-def dropout(p: float) -> None:
+def dropout(p: float, name: str = "dropout") -> None:
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
-        raise InputError(f"dropout must be a probability from 0 to below 1; got {p!r}.")
+        raise InputError(f"{name} must be a probability from 0 to below 1; got {p!r}.")
 
 
 def state(state: State, method: str, key: Tensor, value: Tensor) -> None:

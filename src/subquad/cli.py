@@ -163,7 +163,8 @@ def compare(
 
     from subquad.bench import Plan, Setting, load
     from subquad.bench import compare as run
-    from subquad.bench.compare import FILE, default_methods
+    from subquad.bench.compare import FILE
+    from subquad.bench.plan import default_methods
 
     kinds = ["forward", *(["training"] if backward else []), *(["decode"] if decode else [])]
     names = [name.strip() for name in methods.split(",") if name.strip()] or default_methods()

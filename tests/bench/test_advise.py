@@ -4,6 +4,7 @@ import pytest
 
 import subquad as sq
 from subquad.bench import ResultsError, advise, save
+from subquad.bench.advise import _code
 from subquad.bench.results import BASELINE, Facts, Results, Setting, Timing
 
 GAINS = {"linear": 8.0, "local": 4.0, "performer": 2.0, "nystrom": 6.0, "reformer": 0.5}
@@ -73,6 +74,13 @@ def test_the_code_runs(results):
     q = k = v = torch.randn(1, 2, 64, 16)
     for advice in (*advise(4096, results=results), *advise(4096, exact_window=5, results=results)):
         assert eval(advice.code, {"sq": sq, "q": q, "k": k, "v": v}).shape == q.shape
+
+
+def test_the_code_for_one_tensor_as_query_and_key():
+    import torch
+
+    q = v = torch.randn(1, 2, 64, 16)
+    assert eval(_code(sq.Reformer()), {"sq": sq, "q": q, "v": v}).shape == q.shape
 
 
 def test_results_from_a_folder(results, tmp_path):

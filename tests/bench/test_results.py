@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from subquad.bench import results as module
 from subquad.bench.results import Facts, Results, ResultsError, Setting, Timing, load, save
 
 RESULTS = Results(
@@ -33,7 +32,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(ResultsError, match=r"cannot be written to .*: No space left on device. Choose another --out"):
         save(Results(Setting(), {}), path)
     assert load(path) == RESULTS

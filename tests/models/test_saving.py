@@ -229,6 +229,15 @@ def test_the_vocabulary_of_an_encoder_decoder_can_grow():
         model(torch.tensor([[30]]), labels=torch.tensor([[3]]))
 
 
+def test_the_model_inside_follows_the_config():
+    model = causal_lm("linear")
+    assert model.model.config is model.config
+    model.config.use_cache, model.config.output_hidden_states = False, True
+    out = model(tokens()[0])
+    assert out.past_key_values is None
+    assert len(out.hidden_states) == 3
+
+
 def test_half_precision_is_loaded_as_it_was_saved(tmp_path):
     model = causal_lm("performer", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)

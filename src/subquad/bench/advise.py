@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from subquad.bench import analysis
-from subquad.bench.compare import FILE, ORACLES, Plan, compare, default_methods
+from subquad.bench.compare import FILE, compare
+from subquad.bench.measure import configured
+from subquad.bench.plan import ORACLES, Plan, default_methods
 from subquad.bench.results import BASELINE, Pass, Results, ResultsError, Setting, load
 from subquad.errors import InputError
-from subquad.mechanisms import Config, Linformer, Local, Longformer, Pooled, SparseFixed, SparseStrided
+from subquad.mechanisms import Config, Local, Longformer, Pooled
 from subquad.registry import resolve
 
 _WINDOWED: dict[str, Callable[[int], Config]] = {
@@ -82,11 +84,7 @@ def _options(length: int, exact_window: int | None) -> dict[str, Config]:
         if isinstance(exact_window, bool) or not isinstance(exact_window, int) or exact_window < 0:
             raise InputError(f"exact_window is a whole number of tokens, at least 0; got {exact_window!r}.")
         return {"softmax": resolve("softmax"), **{name: build(exact_window) for name, build in _WINDOWED.items()}}
-    options = {name: resolve(name) for name in ("softmax", *default_methods())}
-    stride = max(1, round(math.sqrt(length)))
-    options["sparse_strided"], options["sparse_fixed"] = SparseStrided(stride=stride), SparseFixed(stride=stride)
-    options["linformer"] = Linformer(max_length=length)
-    return options
+    return {name: configured(name, length) for name in ("softmax", *default_methods())}
 
 
 def _results(
@@ -167,22 +165,16 @@ def _choose(rated: list[Advice], length: int, kind: Pass) -> list[Advice]:
             choose(small, f"of those faster than SDPA ({small.times_sdpa:.1f}x) the least memory: {small.megabytes:.0f} MiB")
     elif softmax is not None:
         choose(softmax, f"exact, and at {length:,} tokens nothing that can do this is faster here")
-    return [_with_reasons(advice, reasons) for advice, reasons in list(chosen.values())[:3]]
-
-
-def _with_reasons(advice: Advice, reasons: list[str]) -> Advice:
-    return Advice(advice.method, advice.code, tuple(reasons), advice.times_sdpa, advice.megabytes, advice.error)
+    return [replace(advice, reasons=tuple(reasons)) for advice, reasons in list(chosen.values())[:3]]
 
 
 def _code(config: Config) -> str:
-    default = resolve(config.info.name)
-    if config == default:
-        return f'sq.attention(q, k, v, "{config.info.name}")' if not config.reasons(["functional"]) else _layer(config)
-    return f"sq.attention(q, k, v, {_written(config)})" if not config.reasons(["functional"]) else _layer(config)
-
-
-def _layer(config: Config) -> str:
-    return f"sq.Attention(dim, heads, {_written(config)})"
+    if config.reasons(["functional"]):
+        return f"sq.Attention(dim, heads, {_written(config)})"
+    name = config.info.name
+    key = "q" if config.shares_query_and_key else "k"
+    written = f'"{name}"' if config == resolve(name) else _written(config)
+    return f"sq.attention(q, {key}, v, {written})"
 
 
 def _written(config: Config) -> str:

@@ -1,76 +1,33 @@
 """The comparison: every method at every length, in rounds, within a budget of time, to be stopped and resumed at will.
 
-A first sweep goes from short to long lengths and measures each cell once; a cell that would take too long, or more memory than
-there is, is predicted from the shorter ones instead. Then come more rounds. In a round all methods take turns at one length,
-and each is paired with the baseline of that round. Whatever is measured is written at once.
+A first sweep goes from short to long lengths and measures each cell in a few rounds; a cell that would take too long, or more
+memory than there is, is predicted from the shorter ones instead. Then come more rounds. In a round all methods take turns at
+one length, and each is paired with the baseline of that round. Whatever is measured is written at once.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from subquad.bench import analysis
-from subquad.bench.machine import describe
-from subquad.bench.measure import configured, saved_inputs
+from subquad.bench.machine import describe, free_memory
+from subquad.bench.plan import Plan, Progress, check, refusals_of, sample
 from subquad.bench.results import BASELINE, Facts, Pass, Results, ResultsError, Setting, Timing, load, save
 from subquad.bench.worker import Worker, WorkerError
-from subquad.errors import InputError
-from subquad.mechanisms import NEEDS, Config
-from subquad.registry import methods as all_methods
-from subquad.registry import resolve
 
 FILE = "results.json"
-ORACLES = ("softmax", "svd")  # the baseline itself, and a bound that is slow by definition: compared only if named
 _SLOWEST = 15  # a call may take the budget divided by this
 _VISIT = 2  # rounds at a length before going to another
 _AT_ONCE = 3  # rounds of the first visit
 _UNTIL: dict[Pass, float] = {"forward": 0.6, "training": 0.85, "decode": 0.95}  # shares of the budget for the first visits
 _SPARE = 0.8  # share of the free memory that a cell may take
 _LEAST = {BASELINE: 2.0, "svd": 3.0}  # exponents, 1 for the others: at short lengths overheads hide them
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure, and how long it may take.
-
-    Args:
-        methods: names; the baseline comes by itself.
-        lengths: tokens.
-        passes: forward; training, that is forward and backward; decode, one token after so many others.
-        budget: seconds.
-        rounds: how often each cell is measured, if the budget allows.
-        qkv: a file with the query, key and value of a model, on which errors are measured too.
-    """
-
-    methods: tuple[str, ...]
-    lengths: tuple[int, ...]
-    passes: tuple[Pass, ...] = ("forward", "training", "decode")
-    budget: float = 180.0
-    rounds: int = 5
-    qkv: Path | None = None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a comparison is: what it does now, which share is done, and seconds left at most."""
-
-    doing: str
-    share: float
-    left: float
-
-
-def default_methods() -> list[str]:
-    return [name for name in all_methods() if name not in ORACLES]
 
 
 def compare(
@@ -85,7 +42,7 @@ def compare(
 
     KeyboardInterrupt passes through: what was measured by then is in the file.
     """
-    _check(plan, setting)
+    check(plan, setting)
     path = out / FILE
     results = _begin(plan, setting, path, fresh)
     save(results, path)
@@ -100,7 +57,7 @@ def compare(
 
 
 def _begin(plan: Plan, setting: Setting, path: Path, fresh: bool) -> Results:
-    refusals = _refusals(plan, setting)
+    refusals = refusals_of(plan, setting)
     methods = [m for m in plan.methods if m not in refusals]
     machine = describe(setting)
     results = Results(setting, machine)
@@ -119,42 +76,6 @@ def _begin(plan: Plan, setting: Setting, path: Path, fresh: bool) -> Results:
     results.command = shlex.join(["subquad", *sys.argv[1:]])
     results.finished = False
     return results
-
-
-def _refusals(plan: Plan, setting: Setting) -> dict[str, str]:
-    """Methods that have no meaning for the direction asked for, with the reason."""
-    need = "is_causal" if setting.is_causal else "bidirectional"
-    refused = {}
-    for method in plan.methods:
-        reasons = _sample(method).reasons([need])
-        if reasons:
-            refused[method] = "; ".join(f"{NEEDS[n]}: {reason}" for n, reason in reasons.items())
-    return refused
-
-
-def _sample(method: str) -> Config:
-    return configured(method, 1024)
-
-
-def _check(plan: Plan, setting: Setting) -> None:
-    for method in plan.methods:
-        if method != BASELINE:
-            resolve(method)
-    if not plan.methods or not plan.lengths or not plan.passes:
-        raise InputError("a comparison needs at least one method, one length and one pass.")
-    for length in plan.lengths:
-        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= 2**24:
-            raise InputError(f"a length is a whole number of tokens from 1 to {2**24:,}; got {length!r}.")
-    if not plan.budget > 0:
-        raise InputError(f"the budget is a time above 0; got {plan.budget}.")
-    if plan.qkv is not None:
-        saved_inputs(plan.qkv)
-    if setting.dtype not in ("float32", "bfloat16", "float16", "float64"):
-        raise InputError(f"dtype is float32, bfloat16, float16 or float64; got {setting.dtype!r}.")
-    try:
-        torch.zeros(1, device=setting.device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"device {setting.device!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 class _Run:
@@ -183,8 +104,9 @@ class _Run:
         """Forward passes at all lengths before anything else."""
         for kind in self.plan.passes:
             for length in sorted(self.plan.lengths):
-                for method in (BASELINE, *self.methods):
-                    self._facts(method, length)
+                if kind == self.plan.passes[0]:
+                    for method in (BASELINE, *self.methods):
+                        self._facts(method, length)
                 members = [m for m in (BASELINE, *self.methods) if self._is_due(m, length, kind)]
                 self._visit(length, kind, members, min(_AT_ONCE, self.plan.rounds))
 
@@ -257,7 +179,7 @@ class _Run:
         known = self.results.timing(method, length, kind)
         if known is not None and (known.rounds or known.status in ("failed", "refused")):
             return False
-        if kind == "decode" and method != BASELINE and (reasons := _sample(method).reasons(["decode"])):
+        if kind == "decode" and method != BASELINE and (reasons := sample(method).reasons(["decode"])):
             refused = self._timing(method, length, kind)
             refused.status, refused.why = "refused", "; ".join(reasons.values())
             return False
@@ -286,7 +208,7 @@ class _Run:
         if known is None:
             self.results.facts.append(fact)
         fact.peak_bytes, why = self._predicted_bytes(method, length), ""
-        if fact.peak_bytes is not None and fact.peak_bytes > _SPARE * _free_memory():
+        if fact.peak_bytes is not None and fact.peak_bytes > _SPARE * free_memory():
             why = f"it would take about {fact.peak_bytes / 2**30:.1f} GiB of memory"
         expected, base = self._predicted(method, length, "forward"), self._predicted(BASELINE, length, "forward")
         if not why and max(expected or 0.0, base or 0.0) > self.plan.budget / _SLOWEST:
@@ -343,15 +265,3 @@ def _extrapolated(points: Iterable[tuple[int, float]], length: int, least: float
     points = sorted(points)
     n, value = points[-1]
     return value * (length / n) ** min(max(analysis.growth(points, last=2) or 0.0, least), 3.0)
-
-
-def _free_memory() -> float:
-    """Bytes that can be had without swapping; infinite where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024.0
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return float("inf")

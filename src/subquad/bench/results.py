@@ -7,14 +7,13 @@ A *cell* is one quantity of one method at one length. Times come in rounds: each
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from subquad.errors import SubquadError
+from subquad.files import write
 
 SCHEMA, VERSION = "subquad.compare", 1
 BASELINE = "sdpa"
@@ -98,18 +97,11 @@ class Results:
 
 
 def save(results: Results, path: Path) -> None:
-    """Write to a temporary file beside `path`, then rename: whoever reads sees the old file or the new one."""
+    """Wholly, or not at all."""
     text = json.dumps({"schema": SCHEMA, "version": VERSION, **_plain(results)})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write(path, text.encode())
     except OSError as error:
         raise ResultsError(
             f"the results cannot be written to {path}: {error.strerror or error}. Choose another --out."

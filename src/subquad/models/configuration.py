@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
+from subquad import checks
 from subquad.errors import InputError, OptionError, UnsupportedError, closest
 from subquad.mechanisms import NEEDS, Config
 from subquad.models import methods
@@ -180,14 +181,10 @@ class SubquadConfig(PreTrainedConfig):
             "relative_attention_num_buckets", "relative_attention_max_distance",
         ]  # fmt: skip
         optional = ["vocab_size", "num_decoder_layers", "num_key_value_heads", "head_dim", "max_position_embeddings"]
-        for name in sizes + [name for name in optional if getattr(self, name) is not None]:
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise InputError(f"{name} must be a whole number of at least 1; got {size!r}.")
-        for name in ("dropout", "attention_dropout"):
-            p = getattr(self, name)
-            if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
-                raise InputError(f"{name} must be a probability from 0 to below 1; got {p!r}.")
+        given = sizes + [name for name in optional if getattr(self, name) is not None]
+        checks.sizes(**{name: getattr(self, name) for name in given})
+        checks.dropout(self.dropout)
+        checks.dropout(self.attention_dropout, "attention_dropout")
         for name in ("norm_eps", "initializer_range"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:

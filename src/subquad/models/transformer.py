@@ -40,10 +40,10 @@ class SubquadPreTrainedModel(PreTrainedModel):
     takes_source = False
 
     def __init__(self, config: SubquadConfig, **fields: Any) -> None:
-        """`fields` are those that this class sets."""
+        """`fields` are those that this class sets, in a copy; otherwise the config is shared, by the model inside too."""
         if not isinstance(config, SubquadConfig):
             raise InputError(f"{type(self).__name__} takes a SubquadConfig; got {type(config).__name__}.")
-        config = config.changed(**fields)
+        config = config.changed(**fields) if fields else config
         config.check_model()
         if config.add_cross_attention and not self.takes_source:
             raise InputError(

@@ -6,14 +6,12 @@ not drawn, and `kind`, which pass or which input.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from subquad import InputError
+from subquad import InputError, files
 from subquad.bench.results import BASELINE, Results
 from subquad.report import figures
 from subquad.report.extra import need
@@ -77,19 +75,14 @@ def save_charts(results: Results, folder: Path, formats: Sequence[str] = FORMATS
 
 
 def write(path: Path, content: bytes) -> None:
-    """Wholly, or not at all: to a temporary file beside `path`, then renamed."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    """Wholly, or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
+        files.write(path, content)
     except OSError as error:
         raise InputError(
             f"a report goes to a directory that can be written; got {str(path)!r}: {error.strerror or error}. Choose another."
         ) from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
 
 
 def _word(kind: str) -> str:

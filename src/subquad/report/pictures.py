@@ -10,7 +10,6 @@ import math
 import os
 import struct
 import zlib
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from subquad import InputError
+from subquad import InputError, files
 from subquad.report.attention_map import AttentionMap
 from subquad.report.extra import need
 
@@ -127,17 +126,12 @@ def save(shown: AttentionMap, path: str | os.PathLike[str]) -> None:
     if path.suffix.lower() not in _ENDINGS:
         raise InputError(f"a picture's file ends in {' or '.join(_ENDINGS)}; got {str(path)!r}. Give it one of these endings.")
     picture = _rendered(_chart(shown), path.suffix.lower()[1:])
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_bytes(picture)
-        os.replace(unfinished, path)
+        files.write(path, picture)
     except OSError as error:
         raise InputError(
             f"a picture goes to a file in a directory that can be written; got {str(path)!r}: {error.strerror}. Choose another."
         ) from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
 
 
 def _rendered(chart: Any, format: str) -> bytes:
