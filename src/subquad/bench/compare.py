@@ -22,10 +22,10 @@ from subquad.bench.results import BASELINE, Facts, Pass, Results, ResultsError, 
 from subquad.bench.worker import Worker, WorkerError
 
 FILE = "results.json"
-_SLOWEST = 15  # a call may take the budget divided by this
+_SLOWEST = 10  # a call and what prepares it may take the budget divided by this
 _VISIT = 2  # rounds at a length before going to another
-_AT_ONCE = 3  # rounds of the first visit
-_UNTIL: dict[Pass, float] = {"forward": 0.6, "training": 0.85, "decode": 0.95}  # shares of the budget for the first visits
+_AT_ONCE = 3  # rounds of the first visit, or fewer, if no more fit
+_UNTIL: dict[Pass, float] = {"forward": 0.7, "training": 0.9, "decode": 0.95}  # shares of the budget for the first visits
 _SPARE = 0.8  # share of the free memory that a cell may take
 _LEAST = {BASELINE: 2.0, "svd": 3.0}  # exponents, 1 for the others: at short lengths overheads hide them
 
@@ -84,7 +84,8 @@ class _Run:
         self.methods = [m for m in plan.methods if m in results.methods and m != BASELINE]
         self.begun, self.before = time.monotonic(), results.seconds
         self.shuffle = random.Random(0).shuffle
-        self.costs: dict[tuple[int, Pass], float] = {}
+        self.costs: dict[tuple[int, Pass], float] = {}  # seconds of the last visit
+        self.firsts: dict[tuple[str, int, Pass], float] = {}  # seconds of a cell's first timing, with all that it prepares
 
     @property
     def left(self) -> float:
@@ -108,7 +109,8 @@ class _Run:
                     for method in (BASELINE, *self.methods):
                         self._facts(method, length)
                 members = [m for m in (BASELINE, *self.methods) if self._is_due(m, length, kind)]
-                self._visit(length, kind, members, min(_AT_ONCE, self.plan.rounds))
+                rounds = [r for r in range(1, _AT_ONCE + 1) if self._fits(length, kind, r)]
+                self._visit(length, kind, members, min(max(rounds, default=1), self.plan.rounds))
 
     def more_rounds(self) -> None:
         """Sweep after sweep, in any order, until each cell has its rounds or nothing more fits into the budget."""
@@ -134,11 +136,12 @@ class _Run:
         rounds = sum(analysis.seconds(t) or 0.0 for t in self._members(length, kind))
         return max(self.costs.get((length, kind), 0.0), (1 + _VISIT) * rounds)
 
-    def _first_visit(self, length: int, kind: Pass) -> float:
-        """Seconds that it would take, by the growth so far."""
-        known = [self._predicted(m, length, kind) for m in (BASELINE, *self.methods)]
+    def _fits(self, length: int, kind: Pass, rounds: int) -> bool:
+        """Whether the budget has room for a first visit, by the growth so far."""
+        known = [self._expected(m, length, kind) for m in (BASELINE, *self.methods)]
         longest = self.plan.budget / _SLOWEST
-        return (1 + _AT_ONCE) * sum(s for s in known if s is not None and s <= longest)
+        cost = sum(first + (rounds - 1) * call for call, first in known if call is not None and first <= longest)
+        return cost < self.left - self.plan.budget * (1 - _UNTIL[kind])
 
     def _visit(self, length: int, kind: Pass, members: list[str], rounds: int) -> None:
         start = time.monotonic()
@@ -158,7 +161,9 @@ class _Run:
         self._tell(f"{method}, {length:,} tokens, {kind}")
         timing = self._timing(method, length, kind)
         expected = analysis.seconds(timing) or self._predicted(method, length, kind) or 1.0
+        start = time.monotonic()
         answer = self._ask(60.0 + 20 * expected, do="time", method=method, length=length, kind=kind)
+        self.firsts.setdefault((method, length, kind), time.monotonic() - start)
         if "failed" in answer:
             timing.status, timing.why = "failed", answer["failed"]
         else:
@@ -184,13 +189,13 @@ class _Run:
             refused.status, refused.why = "refused", "; ".join(reasons.values())
             return False
         fact = self.results.fact(method, length)
-        expected, longest = self._predicted(method, length, kind), self.plan.budget / _SLOWEST
+        (expected, first), longest = self._expected(method, length, kind), self.plan.budget / _SLOWEST
         why = ""
-        if expected is not None and expected > longest:
-            why = f"a call would take about {expected:.0f} s, and the budget allows {longest:.1f}"
+        if first > longest:
+            why = f"it would take about {first:.0f} s, and the budget allows {longest:.1f} for a call with its preparation"
         elif fact is not None and fact.status == "predicted" and "memory" in fact.why:
             why = fact.why
-        if not why and self._first_visit(length, kind) > self.left - self.plan.budget * (1 - _UNTIL[kind]):
+        if not why and not self._fits(length, kind, 1):
             why = "the budget was spent on shorter lengths"
         if not why or expected is None:
             return True
@@ -234,6 +239,13 @@ class _Run:
         own = self.results.timing(method, length, "forward")
         forward = analysis.seconds(own) if own is not None else None
         return 3 * forward if kind == "training" and forward is not None else None
+
+    def _expected(self, method: str, length: int, kind: Pass) -> tuple[float | None, float]:
+        """Seconds of a call, and of the first one: with a warm-up, or with the state it goes on from."""
+        call = self._predicted(method, length, kind)
+        before = [(n, taken) for (m, n, k), taken in self.firsts.items() if (m, k) == (method, kind) and n < length]
+        first = _extrapolated(before, length, 0.0 if kind == "decode" else _LEAST.get(method, 1.0)) if before else 0.0
+        return call, max(first, 2 * (call or 0.0))
 
     def _predicted_bytes(self, method: str, length: int) -> int | None:
         facts = [f for f in self.results.facts if f.method == method and f.status == "measured" and f.length < length]

@@ -26,7 +26,6 @@ from subquad.registry import resolve
 
 LEAST = 0.005  # seconds that a timing takes at least; shorter calls are repeated
 CHECKED = 150  # tokens on which a method must agree with its reference
-_PREFILL = 2048  # tokens a call, while a state is filled
 
 
 class DisagreementError(SubquadError):
@@ -112,24 +111,24 @@ def seconds(run: Callable[[], object], device: str) -> float:
         repeats = max(2 * repeats, math.ceil(repeats * 1.2 * LEAST / max(taken, 1e-6)))
 
 
-def peak_bytes(run: Callable[[], object], device: str) -> int:
-    """What a call allocates at its peak, its output included, as PyTorch's allocator reports it."""
+def peak_bytes(run: Callable[[], Any], device: str) -> tuple[int, Any]:
+    """What a call allocates at its peak, its output included, as PyTorch's allocator reports it; and what it returned."""
     if device != "cpu":
         module: Any = getattr(torch, torch.device(device).type)
         module.synchronize()
         module.reset_peak_memory_stats()
         before = module.memory_allocated()
-        run()
+        out = run()
         module.synchronize()
-        return int(module.max_memory_allocated() - before)
+        return int(module.max_memory_allocated() - before), out
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
+        out = run()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         most = max(most, held)
-    return most
+    return most, out
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -181,26 +180,18 @@ def _decoder(method: str, setting: Setting, length: int, qkv: tuple[Tensor, Tens
     """One token after `length` others; the state goes on, so that a cache that grows does so in place."""
     config = configured(method, length)
     module = _built(config, setting)
-    state: Any = None
+    query, key, value = qkv
+    key = query if config.shares_query_and_key else key
+    given: dict[str, Any] = {"is_causal": True, "return_state": True}
     with torch.no_grad():
-        for start in range(0, length, _PREFILL):
-            query, key, value = (x[:, :, start : start + _PREFILL] for x in qkv)
-            _, state = module(
-                query,
-                query if config.shares_query_and_key else key,
-                value,
-                is_causal=True,
-                state=state,
-                return_state=True,
-                hidden=_hidden(config, setting, query.shape[2]),
-            )
+        _, state = module(query, key, value, hidden=_hidden(config, setting, length), **given)
     query, key, value = (x[:, :, :1].clone() for x in qkv)
     key = query if config.shares_query_and_key else key
     hidden = _hidden(config, setting, 1)
 
     def step() -> None:
         nonlocal state
-        _, state = module(query, key, value, is_causal=True, state=state, return_state=True, hidden=hidden)
+        _, state = module(query, key, value, state=state, hidden=hidden, **given)
 
     return step
 

@@ -107,15 +107,17 @@ def _collect(process: subprocess.Popen[str], answers: queue.Queue[str | None]) -
 
 
 def serve(setting: Setting, qkv: Path | None) -> None:
-    """Answer the orders on standard input, until it ends."""
+    """Answer the orders on standard input."""
     import torch
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
     torch.set_num_threads(setting.threads)
     bench = _Bench(setting, qkv)
-    for line in sys.stdin:
-        order = json.loads(line)
+    orders: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_listen, args=(orders,), daemon=True).start()
+    while True:
+        order = json.loads(orders.get())
         try:
             answer = getattr(bench, order.pop("do"))(**order)
         except MemoryError:
@@ -124,6 +126,13 @@ def serve(setting: Setting, qkv: Path | None) -> None:
             answer = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _listen(orders: queue.Queue[str]) -> None:
+    """Pass orders on; when nobody is left to give any, end, whatever is going on."""
+    for line in sys.stdin:
+        orders.put(line)
+    os._exit(0)
 
 
 class _Bench:
@@ -143,31 +152,30 @@ class _Bench:
         return {}
 
     def time(self, method: str, length: int, kind: Any) -> dict[str, Any]:
-        run, _ = self._run(method, length, kind)
-        return {"seconds": self.measure.seconds(run, self.setting.device)}
+        return {"seconds": self.measure.seconds(self._run(method, length, kind), self.setting.device)}
 
     def facts(self, method: str, length: int) -> dict[str, Any]:
         """Peak bytes of a forward pass, and the errors of its output."""
-        run, found = self._run(method, length, "forward")
-        found = run() if found is None else found
+        self._at(length)
+        run = self.runs[method, "forward"] = self.measure.runner(method, self.setting, length, "forward", self.inputs)
+        taken, found = self.measure.peak_bytes(run, self.setting.device)  # this warms up, too
         errors = {}
         if method == BASELINE:
             self.exact = found
         else:
-            self.exact = self._run(BASELINE, length, "forward")[0]() if self.exact is None else self.exact
+            self.exact = self._run(BASELINE, length, "forward")() if self.exact is None else self.exact
             errors["random"] = self.measure.error(found, self.exact)
             real = None if self.saved is None else self.measure.saved_error(method, self.setting, length, self.saved)
             errors |= {} if real is None else {"real": real}
-        del found
-        return {"bytes": self.measure.peak_bytes(run, self.setting.device), "errors": errors}
+        return {"bytes": taken, "errors": errors}
 
-    def _run(self, method: str, length: int, kind: Any) -> tuple[Callable[[], Any], Any]:
-        """What is timed, and what its first call, which warms up, has returned; None if that was before."""
+    def _run(self, method: str, length: int, kind: Any) -> Callable[[], Any]:
+        """What is timed, after a first call that warms up."""
         self._at(length)
-        if (method, kind) in self.runs:
-            return self.runs[method, kind], None
-        run = self.runs[method, kind] = self.measure.runner(method, self.setting, length, kind, self.inputs)
-        return run, run()
+        if (method, kind) not in self.runs:
+            self.runs[method, kind] = self.measure.runner(method, self.setting, length, kind, self.inputs)
+            self.runs[method, kind]()
+        return self.runs[method, kind]
 
     def _at(self, length: int) -> None:
         if self.length != length:

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from subquad.engines import native
 from subquad.engines.chunk_weights import (
     CHUNK,
     Weights,
@@ -33,6 +34,8 @@ from subquad.engines.chunk_weights import (
     levelled_by_key,
     lowest,
 )
+from subquad.engines.native import kernelized as compiled
+from subquad.engines.native.kernelized import Map
 from subquad.engines.tensors import is_recorded, widen
 from subquad.masks import zero_pads
 from subquad.state import Parts
@@ -62,6 +65,7 @@ class Kernel:
         floor: see "signed".
         log_gate: (B, K, M), log g: `S <- g S + (1 - g) phi(k) v^T` at every token. Causal only.
         weights: what else the maps read, and may take gradients into.
+        compiled: the same maps as the compiled loops know them, where they do.
     """
 
     query: Callable[[Tensor], Tensor]
@@ -71,6 +75,7 @@ class Kernel:
     floor: float = 0.0
     log_gate: Tensor | None = None
     weights: tuple[Tensor, ...] = ()
+    compiled: Map | None = None
 
     @property
     def has_ones(self) -> bool:
@@ -91,6 +96,8 @@ def attend(
 ) -> tuple[Tensor, Parts | None]:
     """Attention of query (B, H, N, D) to key (B, K, M, D), value (B, K, M, Dv): output (B, H, N, Dv), and the sums."""
     sums: Sums = dict(past or {})  # type: ignore[arg-type]
+    if _is_compiled(query, key, value, kernel, sums, return_state):
+        return _run_compiled(query, key, value, kernel, is_causal, key_padding_mask, sums, return_state)
     source = _Source(key, value, key_padding_mask, kernel.log_gate)
     walk = _causal if is_causal and query.shape[2] != 1 else _bidirectional  # a single query sees every key, its own included
     if _whole(query, key, value, kernel.log_gate, *kernel.weights):
@@ -103,6 +110,72 @@ def attend(
         for piece in walk(query, source, kernel, sums, max(chunks, 1) * CHUNK):
             out[:, :, start : (start := start + piece.shape[2])] = piece
     return out, {**sums} if return_state else None
+
+
+def _is_compiled(query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, sums: Sums, return_state: bool) -> bool:
+    """Whether the compiled loops do this: they have no gradients of states and of what the maps read."""
+    if kernel.compiled is None or not native.can_take(query, key, value, *kernel.weights, *sums.values()):
+        return False
+    has_state = return_state or bool(sums)
+    return not is_recorded(*kernel.weights) and not (has_state and is_recorded(query, key, value, *sums.values()))
+
+
+def _run_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel: Kernel,
+    is_causal: bool,
+    key_padding_mask: Tensor | None,
+    sums: Sums,
+    return_state: bool,
+) -> tuple[Tensor, Parts | None]:
+    if is_recorded(query, key, value):
+        out, _ = _Compiled.apply(query, key, value, key_padding_mask, kernel, is_causal)  # type: ignore[no-untyped-call]
+        return out.to(query.dtype), None
+    out, after, _ = compiled.forward(
+        query, key, value, key_padding_mask, **_loops(kernel, is_causal), past=sums, return_sums=return_state
+    )
+    return out.to(query.dtype), {**after} if return_state else None
+
+
+def _loops(kernel: Kernel, is_causal: bool) -> dict[str, Any]:
+    return {
+        "map": kernel.compiled,
+        "features": kernel.features,
+        "divisor": kernel.normalizer,
+        "is_causal": is_causal,
+    }
+
+
+class _Compiled(torch.autograd.Function):
+    """The output and its divisors. Queries, keys and values are all that is kept besides: the rest is computed again."""
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: Kernel, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        out, _, divisors = compiled.forward(query, key, value, mask, **_loops(kernel, is_causal), return_divisors=True)
+        assert divisors is not None
+        return out, divisors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.kernel, ctx.is_causal = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+        query, key, value, mask, out, divisors = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            grads = compiled.backward(grad, query, key, value, mask, out, divisors, **_loops(ctx.kernel, ctx.is_causal))
+            return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None, None
+        with native.disabled():  # a gradient that has gradients itself
+            again, _ = attend(query, key, value, ctx.kernel, is_causal=ctx.is_causal, key_padding_mask=mask)
+        needed = [x for x, is_needed in zip((query, key, value), ctx.needs_input_grad, strict=False) if is_needed]
+        found = iter(torch.autograd.grad(again, needed, grad, create_graph=True, materialize_grads=True))
+        return *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[:3]), None, None, None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from subquad.engines.kernelized import Kernel
+from subquad.engines.native.kernelized import Map
 from subquad.mechanisms.base import Call, Info
 from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 
@@ -41,4 +42,5 @@ class Efficient(Kernelized):
             key=lambda x: (None, x),  # e^x, each channel relative to its own running level
             features=call.key.shape[-1],
             normalizer="channel",
+            compiled=Map("softmax"),
         )

@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from subquad.engines.kernelized import Kernel
+from subquad.engines.native.kernelized import Map
 from subquad.mechanisms.base import Call, Info
 from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 
@@ -35,7 +36,7 @@ class Linear(Kernelized):
     info: ClassVar[Info] = INFO
 
     def kernel(self, call: Call) -> Kernel:
-        return Kernel(query=_phi, key=lambda x: (_phi(x), None), features=call.key.shape[-1])
+        return Kernel(query=_phi, key=lambda x: (_phi(x), None), features=call.key.shape[-1], compiled=Map("elu"))
 
 
 def _phi(x: Tensor) -> Tensor:

@@ -23,12 +23,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from subquad.engines.kernelized import Kernel
+from subquad.engines.native.kernelized import Map
 from subquad.engines.tensors import wide
 from subquad.errors import InputError
 from subquad.mechanisms.base import Call, Info, Spec
@@ -117,14 +118,35 @@ class Performer(Kernelized):
         a = None
         if self.kind == "favor++":
             p = measure_p(call.query, call.key, scale=scale) if self.p is None else torch.full_like(w[0, 0], self.p)
-            a = (1 - 2 * p - ((2 * p + 1) ** 2 + 8 * p).sqrt()) / 16
+            a = shrinkage(p)
 
         return Kernel(
             query=lambda x: exponentiate(exponents(x, w, self.kind, scale, a), self.kind)[0],
             key=lambda x: features(x, w, self.kind, scale, a),
             features=self.features * (2 if self.kind in ("hyperbolic", "trig") else 1),
             weights=(w,),
+            compiled=compiled(w, self.kind, scale, self.p),
         )
+
+
+def compiled(w: Tensor, kind: Kind, scale: float, p: float | None) -> Map | None:
+    """The features that `features` gives, as the compiled loops know them, where they do."""
+    weight = (torch.cat([w, -w]) if kind == "hyperbolic" else w) * math.sqrt(scale)
+    if kind == "relu":
+        return Map("relu", weight=weight)
+    constant = -math.log(weight.shape[0]) / 2
+    if kind in ("positive", "hyperbolic"):
+        return Map("exponential", scale, constant, weight)
+    if kind == "trig" or p is None:
+        return None
+    a = shrinkage(p)
+    constant += w.shape[1] / 4 * math.log(1 - 4 * a)
+    return Map("exponential", scale, constant, weight * math.sqrt(1 - 4 * a), a * w.square().sum(-1))
+
+
+def shrinkage(p: Any) -> Any:
+    """A, of a number or a tensor of them."""
+    return (1 - 2 * p - ((2 * p + 1) ** 2 + 8 * p) ** 0.5) / 16
 
 
 def features(x: Tensor, w: Tensor, kind: Kind, scale: float = 1.0, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from subquad.engines.kernelized import Kernel
+from subquad.engines.native.kernelized import Map
 from subquad.mechanisms.base import Call, Info
 from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 
@@ -51,4 +52,5 @@ class Plain(Kernelized):
             key=lambda x: (x, None),
             features=head_dim,
             normalizer="mean" if counted else "none",
+            compiled=Map("identity", scale=scale),
         )

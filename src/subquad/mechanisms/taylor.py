@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from subquad.engines.kernelized import Kernel
+from subquad.engines.native.kernelized import Map
 from subquad.mechanisms.base import Call, Info
 from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 
@@ -37,7 +38,7 @@ class Taylor(Kernelized):
     info: ClassVar[Info] = INFO
 
     def kernel(self, call: Call) -> Kernel:
-        return Kernel(query=_phi, key=lambda x: (_phi(x), None), features=call.key.shape[-1] + 1)
+        return Kernel(query=_phi, key=lambda x: (_phi(x), None), features=call.key.shape[-1] + 1, compiled=Map("unit"))
 
 
 def _phi(x: Tensor) -> Tensor:

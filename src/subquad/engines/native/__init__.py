@@ -1,0 +1,55 @@
+"""Compiled loops for CPUs, where they were built for this one; everything runs without them, too.
+
+The build tries to compile the sources in this folder for each kind of vector that a processor may have, and goes on without
+what fails. `library` loads the one for this processor. Engines keep their PyTorch code as the fallback and as the oracle of
+the tests: `disabled` turns to it, as does the environment variable SUBQUAD_NATIVE=0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_is_enabled = os.environ.get("SUBQUAD_NATIVE", "1") != "0"
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Without the compiled loops."""
+    global _is_enabled
+    before, _is_enabled = _is_enabled, False
+    try:
+        yield
+    finally:
+        _is_enabled = before
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loops for this processor, or None."""
+    path = Path(__file__).with_name(f"loops.{torch.backends.cpu.get_cpu_capability().lower()}.so")
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # not built, or for another machine
+        return None
+
+
+def can_take(*tensors: Tensor | None) -> bool:
+    """Whether the loops may read these tensors' memory: real ones, on the CPU, that nobody traces or transforms."""
+    return (
+        _is_enabled
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()  # fake tensors, export, counters of operations
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu") for t in tensors)
+        and library() is not None
+    )

@@ -1,0 +1,154 @@
+"""The kernelized engine's compiled loops, called from PyTorch: kernelized.cpp has what they do."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from subquad.engines import native
+from subquad.engines.tensors import widen
+
+_KINDS = ("elu", "identity", "unit", "exponential", "relu", "softmax")
+_DIVISORS = ("sum", "mean", "none", "channel")
+
+
+@dataclass(frozen=True)
+class Map:
+    """A feature map that the compiled loops know.
+
+    Args:
+        kind: elu(x) + 1; x, of queries times `scale`; [1, x / |x|]; e^(u - scale |x|^2 / 2 + constant) and relu(u) + 0.001 with
+            u = weight x + bias; or softmax, over channels for queries, over positions for keys.
+        weight: (m, D).
+        bias: (m,), or None for 0.
+    """
+
+    kind: Literal["elu", "identity", "unit", "exponential", "relu", "softmax"]
+    scale: float = 1.0
+    constant: float = 0.0
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class _View(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("token", ctypes.c_int64))
+
+
+_SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_channels", "features")
+_VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
+_POINTERS = ("mask", "divisors", "weight", "bias", "sums_in", "level_in", "count_in", "sums_out", "level_out", "count_out")
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in (*_SIZES, "kind", "divisor", "is_causal", "threads")),
+        ("scale", ctypes.c_double),
+        ("constant", ctypes.c_double),
+        *((name, _View) for name in _VIEWS),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+    )
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    map: Map,
+    features: int,
+    divisor: str,
+    is_causal: bool,
+    past: dict[str, Tensor] | None = None,
+    return_sums: bool = False,
+    return_divisors: bool = False,
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """The output, the sums after the last key, and what each query's output was divided by."""
+    query, key, value = (_rows(x) for x in (query, key, value))
+    out = _output(query, value.shape[3])
+    batch, kv_heads, width = key.shape[0], key.shape[1], value.shape[3] + (divisor in ("sum", "channel"))
+    sums, divisors = {}, None
+    if return_sums:
+        sums["S"] = query.new_empty(batch, kv_heads, features, width)
+        if map.kind in ("exponential", "softmax"):
+            sums["level"] = query.new_empty(batch, kv_heads, 1, 1 if map.kind == "exponential" else features)
+        if divisor == "mean":
+            sums["count"] = query.new_empty(batch, 1, 1, 1)
+    if return_divisors:
+        divisors = query.new_empty(query.shape[:3])
+    before = {name: t.to(query.dtype).contiguous() for name, t in (past or {}).items()}
+    given = {"divisors": divisors, "mask": None if mask is None else mask.contiguous()}
+    given |= {f"{_STATE[name]}_in": t for name, t in before.items()} | {f"{_STATE[name]}_out": t for name, t in sums.items()}
+    views = {"query": query, "key": key, "value": value, "out": out}
+    _run("forward", map, features, divisor, is_causal, views, given)
+    return out, sums, divisors
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    divisors: Tensor,
+    *,
+    map: Map,
+    features: int,
+    divisor: str,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, from that of the output."""
+    grad, query, key, value = (_rows(x) for x in (grad, query, key, value))
+    grads = [torch.empty_like(x, memory_format=torch.preserve_format) for x in (query, key, value)]
+    grads = [g if g.stride(-1) == 1 else torch.empty(g.shape, dtype=g.dtype) for g in grads]
+    views = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
+    views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
+    given = {"divisors": divisors, "mask": None if mask is None else mask.contiguous()}
+    _run("backward", map, features, divisor, is_causal, views, given)
+    return grads[0], grads[1], grads[2]
+
+
+_STATE = {"S": "sums", "level": "level", "count": "count"}
+
+
+def _run(
+    which: str,
+    map: Map,
+    features: int,
+    divisor: str,
+    is_causal: bool,
+    views: dict[str, Tensor],
+    given: dict[str, Tensor | None],
+) -> None:
+    query, key, value = views["query"], views["key"], views["value"]
+    weights = {"weight": map.weight, "bias": map.bias}
+    kept = {name: None if t is None else t.detach().to(query.dtype).contiguous() for name, t in weights.items()}
+    sizes = (*query.shape[:2], key.shape[1], query.shape[2], *key.shape[2:], value.shape[3], features)
+    call: Any = _Call(*sizes, _KINDS.index(map.kind), _DIVISORS.index(divisor), is_causal, torch.get_num_threads())
+    call.scale, call.constant = map.scale, map.constant
+    for name, x in views.items():
+        setattr(call, name, _View(x.data_ptr(), *x.stride()[:3]))
+    for name, t in {**given, **kept}.items():
+        setattr(call, name, None if t is None else t.data_ptr())
+    library = native.library()
+    assert library is not None
+    getattr(library, f"subquad_{which}_{str(query.dtype).removeprefix('torch.')}")(ctypes.byref(call))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """In the precision to compute in, channels side by side."""
+    x = widen(x.detach())
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _output(query: Tensor, width: int) -> Tensor:
+    """(B, H, N, width), heads before tokens or tokens before heads as the query has them."""
+    batch, heads, tokens, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty(batch, tokens, heads, width).transpose(1, 2)
+    return query.new_empty(batch, heads, tokens, width)
