@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.once import once
+from subquad.engines.pages import large_pages
 from subquad.engines.tensors import is_recorded
 
 BARRED = -1e30  # below every score, yet finite: its exponential is 0, and no infinity meets another
@@ -87,7 +88,7 @@ class _Merged(torch.autograd.Function):
     def forward(plan: Any, length: int, scale: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         parts = _unpack(plan, tensors)
         query = parts[0].query
-        out = query.new_empty(query.shape[0] * query.shape[2], length, query.shape[-1])
+        out = large_pages(query.new_empty(query.shape[0] * query.shape[2], length, query.shape[-1]))
         lse = out.new_empty(out.shape[:2])
         empty = out.new_empty(out.shape[:2], dtype=torch.bool)
         for start, end in _pieces(out, parts):

@@ -2,7 +2,7 @@
 
     o_i = sum_j (1 + q^_i . k^_j) v_j / sum_j (1 + q^_i . k^_j),    x^ = x / |x|
 
-that is phi(x) = [1, x^]. Li et al., 2020. O((N + M) D Dv) time. All weights are at least 0; a zero vector has x^ = 0. Where a
+that is phi(x) = [x^, 1]. Li et al., 2020. O((N + M) D Dv) time. All weights are at least 0; a zero vector has x^ = 0. Where a
 query points against all its keys, all weights are near 0 and the quotient keeps few digits.
 """
 
@@ -42,7 +42,7 @@ class Taylor(Kernelized):
 
 
 def _phi(x: Tensor) -> Tensor:
-    return torch.cat([x.new_ones(*x.shape[:-1], 1), unit(x)], dim=-1)
+    return torch.cat([unit(x), x.new_ones(*x.shape[:-1], 1)], dim=-1)
 
 
 def unit(x: Tensor) -> Tensor:

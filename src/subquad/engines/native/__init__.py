@@ -43,13 +43,17 @@ def library() -> ctypes.CDLL | None:
 
 
 def can_take(*tensors: Tensor | None) -> bool:
-    """Whether the loops may read these tensors' memory: real ones, on the CPU, that nobody traces or transforms."""
+    """Whether the loops may do the work on these tensors."""
+    return _is_enabled and all(t is None or is_plain(t) for t in tensors) and library() is not None
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether `x` has memory to read and write: on the CPU, and nobody traces or transforms what happens to it."""
     return (
-        _is_enabled
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and x.device.type == "cpu"
         and not torch._C._len_torch_dispatch_stack()  # fake tensors, export, counters of operations
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu") for t in tensors)
-        and library() is not None
     )

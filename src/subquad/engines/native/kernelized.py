@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from subquad.engines import native
+from subquad.engines.pages import large_pages
 from subquad.engines.tensors import widen
 
 _KINDS = ("elu", "identity", "unit", "exponential", "relu", "softmax")
@@ -21,7 +22,7 @@ class Map:
     """A feature map that the compiled loops know.
 
     Args:
-        kind: elu(x) + 1; x, of queries times `scale`; [1, x / |x|]; e^(u - scale |x|^2 / 2 + constant) and relu(u) + 0.001 with
+        kind: elu(x) + 1; x, of queries times `scale`; [x / |x|, 1]; e^(u - scale |x|^2 / 2 + constant) and relu(u) + 0.001 with
             u = weight x + bias; or softmax, over channels for queries, over positions for keys.
         weight: (m, D).
         bias: (m,), or None for 0.
@@ -69,7 +70,7 @@ def forward(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
     """The output, the sums after the last key, and what each query's output was divided by."""
     query, key, value = (_rows(x) for x in (query, key, value))
-    out = _output(query, value.shape[3])
+    out = large_pages(_output(query, value.shape[3]))
     batch, kv_heads, width = key.shape[0], key.shape[1], value.shape[3] + (divisor in ("sum", "channel"))
     sums, divisors = {}, None
     if return_sums:
@@ -104,8 +105,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from that of the output."""
     grad, query, key, value = (_rows(x) for x in (grad, query, key, value))
-    grads = [torch.empty_like(x, memory_format=torch.preserve_format) for x in (query, key, value)]
-    grads = [g if g.stride(-1) == 1 else torch.empty(g.shape, dtype=g.dtype) for g in grads]
+    grads = [large_pages(_output(x, x.shape[3])) for x in (query, key, value)]
     views = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
     views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
     given = {"divisors": divisors, "mask": None if mask is None else mask.contiguous()}

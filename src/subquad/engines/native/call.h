@@ -1,0 +1,82 @@
+// What a call says, as kernelized.py lays it out.
+
+#pragma once
+
+#include "matrices.h"
+
+namespace subquad {
+
+enum Kind { ELU, IDENTITY, UNIT, EXPONENTIAL, RELU, SOFTMAX };
+enum Divisor { SUM, MEAN, NONE, CHANNEL };
+
+struct View {
+    void* data;
+    int64_t batch, head, token;  // strides, in elements
+    template <class T>
+    T* at(Index b, Index h, Index i) const {
+        return static_cast<T*>(data) + b * batch + h * head + i * token;
+    }
+};
+
+struct Call {
+    int64_t batch, heads, kv_heads, queries, keys, channels, value_channels, features;
+    int64_t kind, divisor, is_causal, threads;
+    double scale, constant;
+    View query, key, value, out, grad, d_query, d_key, d_value;
+    const uint8_t* mask;  // (B, M), contiguous; null: all real
+    void* divisors;       // (B, H, N)
+    const void* weight;   // (F, D)
+    const void* bias;     // (F,)
+    const void* sums_in;  // (B, K, F, E), and E + 1 with a divisor of sums; null: none before
+    const void* level_in;  // (B, K, 1 or F)
+    const void* count_in;  // (B,)
+    void* sums_out;
+    void* level_out;
+    void* count_out;
+};
+
+template <class T>
+struct Problem {
+    const Call& call;
+    Index D, E, F, groups;
+    Kind kind;
+    Divisor divisor;
+    Matrix<T> weight, weight_t;
+
+    explicit Problem(const Call& c)
+        : call(c), D(c.channels), E(c.value_channels), F(c.features), groups(c.heads / std::max<Index>(c.kv_heads, 1)),
+          kind(Kind(c.kind)), divisor(Divisor(c.divisor)), weight(c.weight ? F : 0, D), weight_t(c.weight ? D : 0, F) {
+        if (!c.weight) return;
+        for (Index f = 0; f < F; ++f)
+            for (Index d = 0; d < D; ++d) weight[f][d] = weight_t[d][f] = static_cast<const T*>(c.weight)[f * D + d];
+    }
+    bool has_ones() const { return divisor == SUM || divisor == CHANNEL; }
+    Index levels() const { return kind == EXPONENTIAL ? 1 : kind == SOFTMAX ? F : 0; }
+    bool is_real(Index b, Index j) const { return !call.mask || call.mask[b * call.keys + j]; }
+};
+
+// Reads n tokens from `start` on, and asks for as many after them, so that they come while these are worked on.
+template <class T>
+void load(const Rows<T>& x, const View& view, Index b, Index h, Index start, Index n) {
+    constexpr Index LINE = 64 / sizeof(T);
+    for (Index i = 0; i < n; ++i) {
+        const T *row = view.at<T>(b, h, start + i), *later = view.at<T>(b, h, start + n + i);
+        std::memcpy(x[i], row, x.columns * sizeof(T));
+        for (Index j = 0; j < x.columns; j += LINE) __builtin_prefetch(later + j, 0, 2);
+    }
+}
+
+template <class T>
+void store(const View& view, const Rows<T>& x, Index b, Index h, Index start, Index n) {
+    for (Index i = 0; i < n; ++i) std::memcpy(view.at<T>(b, h, start + i), x[i], x.columns * sizeof(T));
+}
+
+// The n tokens from `start` on, where they stand if their rows are whole vectors, otherwise in `scratch`.
+template <class T>
+Rows<T> fetch(const Rows<T>& scratch, const View& view, Index b, Index h, Index start, Index n) {
+    if (scratch.columns % LANES<T> == 0) return {view.at<T>(b, h, start), scratch.columns, Index(view.token)};
+    load(scratch, view, b, h, start, n);
+    return scratch;
+}
+
+}  // namespace subquad
