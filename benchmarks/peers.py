@@ -30,7 +30,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
@@ -79,6 +79,7 @@ class Side:
     """One of the two that are compared: a function of (q, k, v), or of the tokens where it is a layer."""
 
     call: Callable[..., Tensor]
+    length_first: bool = False  # q, k, v and the output are (B, N, H, D), else (B, H, N, D)
     layer: nn.Module | None = None
     projections: tuple[nn.Module, ...] = ()  # of the layer, applied to the tokens: timed alone, too
 
@@ -102,6 +103,10 @@ class Peer:
         return f"{self.package}, {self.variant}" if self.variant else self.package
 
 
+def with_projections(call: Callable[[Tensor], Tensor], layer: nn.Module, *projections: nn.Module) -> Side:
+    return Side(call, layer=layer, projections=projections)
+
+
 # Our side.
 
 
@@ -121,7 +126,7 @@ def our_layer(config: sq.Config, is_causal: bool, linears: dict[str, nn.Linear],
         if getattr(layer, name) is not None:
             setattr(layer, name, linears.get(name, nn.Identity()))
     take(layer.mechanism, weights)
-    return Side(lambda x: layer(x, is_causal=is_causal), layer, tuple(linears.values()))
+    return with_projections(lambda x: layer(x, is_causal=is_causal), layer, *linears.values())
 
 
 @torch.no_grad()
@@ -134,18 +139,14 @@ def take(module: nn.Module, weights: dict[str, Tensor]) -> None:
 # Their side: one function a kind of peer.
 
 
-def fast_call(attention: nn.Module, length: int, is_causal: bool, all_pairs: bool = False) -> Callable[..., Tensor]:
-    """A module of fast-transformers. It takes views of the same tensors, and its masks are made beforehand."""
+def fast(attention: Any, length: int, is_causal: bool, all_pairs: bool = False) -> Side:
+    """A module of fast-transformers, its masks made beforehand."""
     masking = import_module("fast_transformers.masking")
     every = masking.LengthMask(torch.tensor([length]))
     size = length if all_pairs else 1  # most ask only whether it is full
     mask = masking.TriangularCausalMask(length) if is_causal else masking.FullMask(size)
     attention.eval()
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, every, every).transpose(1, 2)
-
-    return call
+    return Side(lambda q, k, v: attention(q, k, v, mask, every, every), length_first=True)
 
 
 def fast_kernelized(length: int, is_causal: bool, features: Callable[[int], nn.Module] | None = None) -> tuple[Any, Side]:
@@ -154,7 +155,7 @@ def fast_kernelized(length: int, is_causal: bool, features: Callable[[int], nn.M
     attention = (module.CausalLinearAttention if is_causal else module.LinearAttention)(HEAD_DIM, features)
     attention.feature_map.new_feature_map("cpu")
     attention.feature_map.new_feature_map = lambda device: None
-    return attention, Side(fast_call(attention, length, is_causal))
+    return attention, fast(attention, length, is_causal)
 
 
 def fast_linear(length: int, is_causal: bool) -> tuple[Side, Side]:
@@ -175,19 +176,19 @@ def fast_fourier(length: int, is_causal: bool) -> tuple[Side, Side]:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return side.call(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v)
 
-    return ours(sq.RFA(features=64), is_causal, projection=attention.feature_map.omega.T), Side(call)
+    return ours(sq.RFA(features=64), is_causal, projection=attention.feature_map.omega.T), replace(side, call=call)
 
 
 def fast_local(length: int, is_causal: bool) -> tuple[Side, Side]:
     attention = import_module("fast_transformers.attention").LocalAttention(2 * WINDOW + 1, attention_dropout=0.0)
-    return ours(sq.Local(window=WINDOW), is_causal), Side(fast_call(attention, length, is_causal, all_pairs=True))
+    return ours(sq.Local(window=WINDOW), is_causal), fast(attention, length, is_causal, all_pairs=True)
 
 
 def fast_reformer(length: int, is_causal: bool) -> tuple[Side, Side]:
     module = import_module("fast_transformers.attention")
     attention = module.ReformerAttention(chunk_size=CHUNK, bits=BUCKETS // 2, rounds=HASHES, attention_dropout=0.0)
     config = sq.Reformer(buckets=BUCKETS, chunk=CHUNK, rounds=HASHES)
-    return ours(config, is_causal), Side(fast_call(attention, length, is_causal))
+    return ours(config, is_causal), fast(attention, length, is_causal)
 
 
 def fast_clustered(topk: int) -> Callable[[int, bool], tuple[Side, Side]]:
@@ -195,7 +196,7 @@ def fast_clustered(topk: int) -> Callable[[int, bool], tuple[Side, Side]]:
         module = import_module("fast_transformers.attention")
         options = {**CLUSTERED, "hash_bias": False, "attention_dropout": 0.0}
         attention = module.ImprovedClusteredAttention(topk=topk, **options) if topk else module.ClusteredAttention(**options)
-        return ours(sq.Clustered(topk=topk, **CLUSTERED), is_causal), Side(fast_call(attention, length, is_causal))
+        return ours(sq.Clustered(topk=topk, **CLUSTERED), is_causal), fast(attention, length, is_causal)
 
     return make
 
@@ -260,7 +261,7 @@ def linformer(length: int, is_causal: bool) -> tuple[Side, Side]:
     linears = {"q_proj": layer.to_q, "k_proj": layer.to_k, "v_proj": layer.to_v, "out_proj": layer.to_out}
     config = sq.Linformer(rank=RANK, max_length=length, share="head")
     mine = our_layer(config, is_causal, linears, key_projection=layer.proj_k.T, value_projection=layer.proj_v.T)
-    return mine, Side(layer, layer, tuple(linears.values()))
+    return mine, with_projections(layer, layer, *linears.values())
 
 
 def nystrom(conv: int | None) -> Callable[[int, bool], tuple[Side, Side]]:
@@ -274,7 +275,7 @@ def nystrom(conv: int | None) -> Callable[[int, bool], tuple[Side, Side]]:
         linears["out_proj"] = layer.to_out[0]
         weights = {} if conv is None else {"kernel": layer.res_conv.weight[:, 0, :, 0]}
         mine = our_layer(sq.Nystrom(landmarks=LANDMARKS, conv=conv), is_causal, linears, **weights)
-        return mine, Side(layer.eval(), layer, (layer.to_qkv, layer.to_out[0]))
+        return mine, with_projections(layer.eval(), layer, layer.to_qkv, layer.to_out[0])
 
     return make
 
@@ -304,7 +305,7 @@ def hf_nystrom(conv: int | None) -> Callable[[int, bool], tuple[Side, Side]]:
             layer.conv_kernel_size = None
         linears = published(layer)
         mine = our_layer(sq.Nystrom(landmarks=LANDMARKS, conv=conv), is_causal, linears, **weights)
-        return mine, Side(lambda x: layer(x)[0], layer, tuple(linears.values()))
+        return mine, with_projections(lambda x: layer(x)[0], layer, *linears.values())
 
     return make
 
@@ -324,7 +325,7 @@ def hf_longformer(num_global: int) -> Callable[[int, bool], tuple[Side, Side]]:
         def call(x: Tensor) -> Tensor:
             return layer(x, mask, no_pads, is_global, num_global > 0)[0]
 
-        return our_layer(mechanism, is_causal, linears, **weights), Side(call, layer, tuple(linears.values()))
+        return our_layer(mechanism, is_causal, linears, **weights), with_projections(call, layer, *linears.values())
 
     return make
 
@@ -336,7 +337,7 @@ def hf_bigbird(length: int, is_causal: bool) -> tuple[Side, Side]:
     blocked, band, rows, columns = masks
     linears = published(layer)
     mine = our_layer(sq.BigBird(block=BLOCK, random=RANDOM), is_causal, linears)
-    return mine, Side(lambda x: layer(x, band, rows, columns, blocked, blocked)[0], layer, tuple(linears.values()))
+    return mine, with_projections(lambda x: layer(x, band, rows, columns, blocked, blocked)[0], layer, *linears.values())
 
 
 def hf_reformer(length: int, is_causal: bool) -> tuple[Side, Side]:
@@ -353,7 +354,7 @@ def hf_reformer(length: int, is_causal: bool) -> tuple[Side, Side]:
     layer = hf_layer("reformer", "LSHSelfAttention")(config).eval()
     linears = {"q_proj": layer.query_key, "v_proj": layer.value}
     mine = our_layer(sq.Reformer(buckets=BUCKETS, chunk=CHUNK, rounds=HASHES), is_causal, linears)
-    return mine, Side(lambda x: layer(x)[0], layer, tuple(linears.values()))
+    return mine, with_projections(lambda x: layer(x)[0], layer, *linears.values())
 
 
 FAST = "pytorch-fast-transformers"
@@ -625,8 +626,12 @@ def measure(
     rounds = options.rounds if length <= 4096 else min(options.rounds, FEW_ROUNDS)
     training = which == "training"
     torch.manual_seed(0)
-    heads = [torch.randn(1, HEADS, length, HEAD_DIM, requires_grad=training) for _ in range(3)]
-    tokens = [torch.randn(1, length, WIDTH, requires_grad=training)]
+    drawn = torch.randn(3, 1, HEADS, length, HEAD_DIM)
+    inputs = {
+        "heads first": [x.clone().requires_grad_(training) for x in drawn],
+        "length first": [x.transpose(1, 2).contiguous().requires_grad_(training) for x in drawn],
+        "tokens": [torch.randn(1, length, WIDTH, requires_grad=training)],
+    }
     lines = [Line(peer) for peer in peers]
     for line in lines:
         line.failed = too_slow(
@@ -635,13 +640,13 @@ def measure(
             options.limit,
         )
     fused = partial(F.scaled_dot_product_attention, is_causal=is_causal)
-    sdpa = Line(peers[0], {"sdpa": runner(fused, heads, [], training)})
+    sdpa = Line(peers[0], {"sdpa": runner(fused, inputs["heads first"], [], training)})
     label = f"{length:,} tokens, {'causal, ' if is_causal else ''}{which}"
     order = random.Random(0)
     with quietly(), Progress(transient=True, console=Console(stderr=True)) as progress, torch.set_grad_enabled(training):
         task = progress.add_task(label, total=(rounds + 1) * len(lines))
         for line in lines:
-            attempt(start, line, length, is_causal, training, heads, tokens, options.limit)
+            attempt(start, line, length, is_causal, training, inputs, options.limit)
             progress.advance(task)
         run(sdpa, False)
         sdpa.seconds.clear()
@@ -672,25 +677,24 @@ def attempt(do: Callable[..., None], line: Line, *arguments: object) -> None:
         line.runs.clear()
 
 
-def start(
-    line: Line, length: int, is_causal: bool, training: bool, heads: list[Tensor], tokens: list[Tensor], limit: float
-) -> None:
+def start(line: Line, length: int, is_causal: bool, training: bool, inputs: dict[str, list[Tensor]], limit: float) -> None:
     """Build both sides, run each once, and compare what they give."""
     peer = line.peer
     sides = dict(zip(("ours", "peer"), peer.make(length, is_causal), strict=True))
-    inputs = tokens if sides["peer"].layer else heads
+    given = {name: inputs[takes(side)] for name, side in sides.items()}
     for name, side in sides.items():
         weights = [p for p in side.layer.parameters() if p.requires_grad] if side.layer and training else []
-        line.runs[name] = runner(side.call, inputs, weights, training)
+        line.runs[name] = runner(side.call, given[name], weights, training)
         if side.projections:
-            line.runs[f"{name}_projections"] = runner(applied(side.projections), inputs, weights, training)
+            line.runs[f"{name}_projections"] = runner(applied(side.projections), given[name], weights, training)
     run(line, False)
     slowest = max(seconds[0] for seconds in line.seconds.values())
     line.seconds.clear()
     if slowest > limit:
         raise TimeoutError(f"a call took {slowest:.0f} s")
     with torch.no_grad():
-        first, second = (side.call(*inputs) for side in sides.values())
+        outs = {name: side.call(*given[name]) for name, side in sides.items()}
+    first, second = (outs[name].transpose(1, 2) if side.length_first else outs[name] for name, side in sides.items())
     if first.shape != second.shape or not (first.isfinite().all() and second.isfinite().all()):
         raise ValueError(f"not comparable: shapes {tuple(first.shape)} and {tuple(second.shape)}, or not finite")
     factor = float((first * second).sum() / second.square().sum())
@@ -698,6 +702,10 @@ def start(
     line.found = {"relative_difference": difference, "factor": factor}
     if is_causal in peer.same and not difference <= SAME:
         raise ValueError(f"not the same function: off by {difference:.2e}")
+
+
+def takes(side: Side) -> str:
+    return "tokens" if side.layer else "length first" if side.length_first else "heads first"
 
 
 def applied(projections: Sequence[nn.Module]) -> Callable[[Tensor], list[Tensor]]:
@@ -810,7 +818,8 @@ def section(results: dict[str, Any] | None) -> str:
     if results is None:
         return "Not measured yet: `make peers` does it."
     by = {(*identity(r), r["pass"], r["length"]): r for r in results["time"]}
-    columns = [(which, n) for which in PASSES for n in sorted({r["length"] for r in results["time"]})]
+    columns = sorted({(r["pass"], r["length"]) for r in results["time"]})
+    order = [(p["method"], p["peer"], is_causal) for p in results["peers"] for is_causal in (False, True)]
     where, shape = results["machine"], results["shape"]
     heads = [f"{which} {n:,}" for which, n in columns]
     lines = [
@@ -821,12 +830,13 @@ def section(results: dict[str, Any] | None) -> str:
         " | ".join(["| method", "against", "causal", *heads]) + " |",
         "|---" * (3 + len(columns)) + "|",
     ]
-    for method, name, is_causal in dict.fromkeys(identity(r) for r in results["time"]):
+    for method, name, is_causal in sorted({identity(r) for r in results["time"]}, key=order.index):
         cells = [cell(by.get((method, name, is_causal, *column))) for column in columns]
         lines.append(" | ".join([f"| `{method}`", name, "yes" if is_causal else "no", *cells]) + " |")
     lines += ["", "Settings, ours and then theirs:", ""]
     for p in results["peers"]:
-        lines.append(f"- `{p['method']}`, {p['peer']}: {p['ours']} / {p['theirs']}{'. ' + p['note'] if p['note'] else ''}.")
+        note = f" {p['note'][0].upper()}{p['note'][1:]}." if p["note"] else ""
+        lines.append(f"- `{p['method']}`, {p['peer']}: {p['ours']} / {p['theirs']}.{note}")
     failed = [f"- {told(r)}: {r['failed']}" for r in results["time"] if "failed" in r]
     lines += ["", "What did not run:", "", *failed] if failed else []
     left = [f"- {package}: {why}" for package, why in results["left_out"].items()]
