@@ -5,6 +5,9 @@ import json
 import pytest
 import torch
 from benchmarks import decode, peers
+from benchmarks.implementations import Peer, Side, ours
+
+import subquad as sq
 
 TINY = ["--positions", "16,64", "--layers", "1", "--hidden", "32", "--heads", "2", "--rounds", "2", "--tokens", "3"]
 
@@ -138,7 +141,7 @@ def compared(tmp_path):
 
 
 def stub(make, **options):
-    return peers.Peer("transformers", "stub", "linear", make, "ours", "theirs", **options)
+    return Peer("transformers", "stub", "linear", make, "ours", "theirs", **options)
 
 
 def test_every_peer_of_a_package(compared):
@@ -172,7 +175,7 @@ def test_what_is_not_installed_is_left_out_by_name(compared, monkeypatch):
 
 def test_another_function_is_not_timed(compared, monkeypatch):
     def make(length, is_causal):
-        mine, other = (peers.ours(config, is_causal) for config in (peers.sq.Linear(), peers.sq.Taylor()))
+        mine, other = (ours(config, is_causal) for config in (sq.Linear(), sq.Taylor()))
         return mine, other
 
     monkeypatch.setattr(peers, "PEERS", (stub(make, same=(True,)),))
@@ -185,13 +188,13 @@ def test_too_slow_a_peer_is_not_tried_again(compared, monkeypatch):
     calls = []
 
     def make(length, is_causal):
-        mine = peers.ours(peers.sq.Linear(), is_causal)
+        mine = ours(sq.Linear(), is_causal)
 
         def slow(q, k, v):
             calls.append(length)
             return mine.call(q, k, v)
 
-        return mine, peers.Side(slow)
+        return mine, Side(slow)
 
     monkeypatch.setattr(peers, "PEERS", (stub(make, directions=(False,)),))
     rows = compared("--methods", "linear", "--lengths", "32,64", "--limit", "0")["time"]
