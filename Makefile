@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: install compare test check fix bench clean
+.PHONY: install compare test check fix bench peers clean
 
 install: $(STAMP)
 
@@ -35,6 +35,18 @@ fix: install
 bench: install
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/decode.py
+
+# fast-transformers asks any nvcc that it finds for a CUDA that may not be there, so none is on its PATH.
+WITHOUT_NVCC = $$(echo "$$PATH" | tr : '\n' | while read -r d; do test -x "$$d/nvcc" || echo "$$d"; done | paste -sd : -)
+
+peers: install
+	@grep -v '^#' benchmarks/peers.txt | while read -r package; do \
+	  echo "installing $$package"; \
+	  env -u CUDA_HOME PATH="$(WITHOUT_NVCC)" $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $$package \
+	    </dev/null || echo "$$package does not install here: left out"; \
+	done
+	$(BIN)/python benchmarks/peers.py --out benchmarks/peers.json
+	$(BIN)/python benchmarks/peers.py --docs
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,7 +16,7 @@ from subquad import files
 from subquad.bench.machine import describe
 from subquad.bench.results import Setting
 
-_LEFT = ("method", "pass", "cost")  # columns of words
+_LEFT = ("method", "pass", "cost", "peer")  # columns of words
 
 
 def machine() -> dict[str, object]:

@@ -1,9 +1,13 @@
-"""The decode benchmark measures every cell, refuses what disagrees, and keeps what it has. Its timings are not tested."""
+"""The benchmarks measure every cell, refuse what disagrees, and keep what they have. Their timings are not tested."""
 
 import json
 
 import pytest
-from benchmarks import decode
+import torch
+from benchmarks import decode, peers
+from benchmarks.implementations import Peer, Side, ours
+
+import subquad as sq
 
 TINY = ["--positions", "16,64", "--layers", "1", "--hidden", "32", "--heads", "2", "--rounds", "2", "--tokens", "3"]
 
@@ -121,3 +125,118 @@ def test_bad_arguments(arguments, reason, capsys):
 def test_a_method_that_cannot_decode():
     with pytest.raises(SystemExit, match="nystrom cannot do this"):
         decode.main([*TINY, "--methods", "nystrom"])
+
+
+SMALL = ["--peers", "transformers", "--lengths", "64", "--rounds", "1"]
+
+
+@pytest.fixture
+def compared(tmp_path):
+    def compared(*arguments):
+        out = tmp_path / "peers.json"
+        peers.main([*SMALL, *arguments, "--out", str(out)])
+        return json.loads(out.read_text())
+
+    return compared
+
+
+def stub(make, **options):
+    return Peer("transformers", "stub", "linear", make, "ours", "theirs", **options)
+
+
+def test_every_peer_of_a_package(compared):
+    found = compared()
+    assert found["finished"]
+    assert found["left_out"] == {}
+    assert set(found["versions"]) == {"transformers"}
+    expected = {(p.name, c, w) for p in peers.PEERS if p.package == "transformers" for c in p.directions for w in peers.PASSES}
+    assert {(r["peer"], r["is_causal"], r["pass"]) for r in found["time"]} == expected
+    ran = [r for r in found["time"] if "failed" not in r]
+    assert {r["method"] for r in ran} >= {"nystrom", "reformer"}
+    for r in ran:
+        low, high = r["times_peer_80_percent"]
+        assert low <= r["times_peer"] <= high
+        whole, net = r["peer_milliseconds"] / r["ours_milliseconds"], r["times_peer_without_projections"]
+        assert r["times_peer"] == pytest.approx(whole, rel=0.01)
+        assert net is None or net > 0
+    failed = [r for r in found["time"] if r["method"] == "longformer"]
+    assert all("multiple of 512" in r["failed"] for r in failed)
+    shown = peers.section(found)
+    assert "| `nystrom` | transformers, Nystromformer | no |" in shown
+    assert "- `longformer`, transformers, Longformer, no global token, forward at 64: AssertionError" in shown
+
+
+def test_what_is_not_installed_is_left_out_by_name(compared, monkeypatch):
+    monkeypatch.setitem(peers.PACKAGES, "transformers", "transformers_of_nobody")
+    found = compared("--methods", "nystrom")
+    assert found["time"] == []
+    assert "transformers_of_nobody" in found["left_out"]["transformers"]
+
+
+def test_another_function_is_not_timed(compared, monkeypatch):
+    def make(length, is_causal):
+        mine, other = (ours(config, is_causal) for config in (sq.Linear(), sq.Taylor()))
+        return mine, other
+
+    monkeypatch.setattr(peers, "PEERS", (stub(make, same=(True,)),))
+    rows = compared("--methods", "linear", "--passes", "forward")["time"]
+    assert "times_peer" in rows[0]
+    assert rows[1]["failed"].startswith("ValueError: not the same function")
+
+
+def test_too_slow_a_peer_is_not_tried_again(compared, monkeypatch):
+    calls = []
+
+    def make(length, is_causal):
+        mine = ours(sq.Linear(), is_causal)
+
+        def slow(q, k, v):
+            calls.append(length)
+            return mine.call(q, k, v)
+
+        return mine, Side(slow)
+
+    monkeypatch.setattr(peers, "PEERS", (stub(make, directions=(False,)),))
+    rows = compared("--methods", "linear", "--lengths", "32,64", "--limit", "0")["time"]
+    assert all(r["failed"].startswith("TimeoutError") for r in rows)
+    assert set(calls) == {32}
+
+
+def test_projections_are_taken_off_both_sides():
+    line = peers.Line(stub(None, directions=(False,)))
+    line.seconds = {"ours": [3.0, 4.0], "ours_projections": [1.0, 2.0], "peer": [9.0, 11.0], "peer_projections": [1.0, 3.0]}
+    found = peers.row(line, 64, False, "forward", [8.0, 8.0])
+    assert found["times_peer"] == pytest.approx((9 / 3 + 11 / 4) / 2)
+    assert found["times_peer_without_projections"] == 4
+    line.seconds["ours_projections"] = [4.0, 5.0]
+    assert peers.row(line, 64, False, "forward", [8.0, 8.0])["times_peer_without_projections"] is None
+
+
+def test_memory_is_bounded_and_freed_again():
+    with peers.bounded_memory():
+        line = peers.Line(stub(None))
+        peers.attempt(lambda line: torch.empty(2**46), line)
+    assert "memory" in line.failed or "alloc" in line.failed
+    torch.empty(2**20)
+
+
+def test_the_docs_table_is_written_between_its_marks():
+    text = f"before\n{peers.START}\nold\n{peers.END}\nafter\n"
+    assert peers.with_section(text, None) == f"before\n{peers.START}\n{peers.section(None)}\n{peers.END}\nafter\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lengths", "16,x"], "whole numbers"),
+        (["--methods", "linear,nothing"], "got nothing"),
+        (["--passes", "backward"], "got backward"),
+        (["--peers", "nobody"], "got nobody"),
+        (["--rounds", "0"], "at least 1"),
+        (["--out", "/nowhere/peers.json"], "directory that exists"),
+    ],
+)
+def test_bad_arguments_to_peers(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        peers.main(arguments)
+    assert said in capsys.readouterr().err

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import peers
 
 import subquad as sq
 from subquad import models
@@ -128,6 +129,11 @@ def test_memory_figures():
     results = json.loads((ROOT / "benchmarks" / "engines.json").read_text())
     multiples = [row["peak_over_inputs_and_output"] for row in results["memory"]]
     assert f"at most {max(multiples):.2f} of inputs and output together" in " ".join(README.split())
+
+
+def test_the_figures_beside_others_are_the_measured_ones():
+    shown = (ROOT / "docs" / "performance.md").read_text()
+    assert shown == peers.with_section(shown, peers.measured())
 
 
 def test_the_changelog_has_this_version():
