@@ -131,7 +131,7 @@ def _run_compiled(
     return_state: bool,
 ) -> tuple[Tensor, Parts | None]:
     if is_recorded(query, key, value):
-        out, _ = _Compiled.apply(query, key, value, key_padding_mask, kernel, is_causal)  # type: ignore[no-untyped-call]
+        out, *_ = _Compiled.apply(query, key, value, key_padding_mask, kernel, is_causal)  # type: ignore[no-untyped-call]
         return out.to(query.dtype), None
     out, after, _ = compiled.forward(
         query, key, value, key_padding_mask, **_loops(kernel, is_causal), past=sums, return_sums=return_state
@@ -149,30 +149,35 @@ def _loops(kernel: Kernel, is_causal: bool) -> dict[str, Any]:
 
 
 class _Compiled(torch.autograd.Function):
-    """The output and its divisors. Queries, keys and values are all that is kept besides: the rest is computed again."""
+    """The output, its divisors, and the sums. Queries, keys and values are kept besides; the rest is computed again."""
 
     @staticmethod
     def forward(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: Kernel, is_causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        out, _, divisors = compiled.forward(query, key, value, mask, **_loops(kernel, is_causal), return_divisors=True)
+    ) -> tuple[Tensor, ...]:
+        out, sums, divisors = compiled.forward(
+            query, key, value, mask, **_loops(kernel, is_causal), return_divisors=True, return_sums=not is_causal
+        )
         assert divisors is not None
-        return out, divisors
+        return out, divisors, *sums.values()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.kernel, ctx.is_causal = inputs
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        query, key, value, mask, out, divisors = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        query, key, value, mask, out, divisors, *sums = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            grads = compiled.backward(grad, query, key, value, mask, out, divisors, **_loops(ctx.kernel, ctx.is_causal))
+            names = ("S", "count" if ctx.kernel.normalizer == "mean" else "level")
+            before = dict(zip(names, sums, strict=False))
+            loops = _loops(ctx.kernel, ctx.is_causal)
+            grads = compiled.backward(grad, query, key, value, mask, out, divisors, before, **loops)
             return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None, None
         with native.disabled():  # a gradient that has gradients itself
-            again, _ = attend(query, key, value, ctx.kernel, is_causal=ctx.is_causal, key_padding_mask=mask)
+            again = attend(query, key, value, ctx.kernel, is_causal=ctx.is_causal, key_padding_mask=mask)[0]
         needed = [x for x, is_needed in zip((query, key, value), ctx.needs_input_grad, strict=False) if is_needed]
         found = iter(torch.autograd.grad(again, needed, grad, create_graph=True, materialize_grads=True))
         return *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[:3]), None, None, None

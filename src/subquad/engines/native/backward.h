@@ -76,70 +76,60 @@ void query_gradients(const Problem<T>& p, Gradients<T>& g, Queries<T>& q, const 
     if (p.has_ones()) run_totals(p, q.total, g.z[0], keys, n);
     for (Index i = 0; i < n; ++i) {
         if (p.divisor == SUM) add(g.d_phi[i], q.total[i], g.e[i], p.F);
-        if (p.divisor == CHANNEL)
+        if (p.divisor == CHANNEL && keys)
             for (Index f = 0; f < p.F; ++f) {
                 const T inverse = 1 / nonzero(q.total[i][f]);
                 g.d_phi[i][f] *= inverse;
                 g.tail[i][f] -= q.phi[i][f] * g.d_phi[i][f] * inverse;
             }
     }
-    map_back(p, g.d_x, g.d_phi, q.phi, q.x, n, true);
-    store(p.call.d_query, g.d_x, b, h, start, n);
+    const Rows<T> d_x = place(g.d_x, p.call.d_query, b, h, start);
+    map_back(p, d_x, g.d_phi, q.phi, q.x, n, true);
+    keep(g.d_x, d_x, p.call.d_query, b, h, start, n);
 }
 
-// Gradients of keys and values from d_phi and d_value; pads get 0.
+// Gradients of keys from d_phi, and of values; pads get 0.
 template <class T>
-void key_gradients(const Problem<T>& p, Gradients<T>& g, const Keys<T>& keys, Index b, Index h) {
-    map_back(p, g.d_x, g.d_phi, keys.phi, keys.x, keys.n, false);
+void key_gradients(const Problem<T>& p, Gradients<T>& g, const Keys<T>& keys, const Rows<T>& d_value, Index b, Index h) {
+    const Rows<T> d_x = place(g.d_x, p.call.d_key, b, h, keys.start);
+    map_back(p, d_x, g.d_phi, keys.phi, keys.x, keys.n, false);
     for (Index i = 0; i < keys.n; ++i) {
         if (keys.real[i]) continue;
-        std::fill(g.d_x[i], g.d_x[i] + p.D, T(0));
-        std::fill(g.d_value[i], g.d_value[i] + p.E, T(0));
+        std::fill(d_x[i], d_x[i] + p.D, T(0));
+        std::fill(d_value[i], d_value[i] + p.E, T(0));
     }
-    store(p.call.d_key, g.d_x, b, h, keys.start, keys.n);
-    store(p.call.d_value, g.d_value, b, h, keys.start, keys.n);
+    keep(g.d_x, d_x, p.call.d_key, b, h, keys.start, keys.n);
+    keep(g.d_value, d_value, p.call.d_value, b, h, keys.start, keys.n);
 }
 
-template <class T>
-void take(Gradients<T>& g, const Problem<T>& p, const Keys<T>& keys) {
-    absorb(g.S_t, keys.value, keys.phi, keys.n);
-    if (p.has_ones()) add_rows(g.z[0], keys.phi, keys.n);
-}
-
-// Queries into R.
-template <class T>
-void take(Gradients<T>& g, const Queries<T>& q, Index n) {
-    absorb(g.R, q.phi, g.G, n);
-    absorb(g.R_t, g.G, q.phi, n);
-}
-
+// The sums over keys are known from the forward pass.
 template <class T>
 void bidirectional_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys, Queries<T>& q, Index b, Index h) {
-    std::vector<T> level(p.levels(), Sums<T>::lowest());
-    for (Index j = 0; j < p.call.keys; j += keys.n) {
-        keys.fill(p, b, h, j, p.call.keys, level, false);
-        decay_columns(g.S_t, level, keys.level);
-        decay_columns(g.z, level, keys.level);
-        level = keys.level;
-        take(g, p, keys);
-    }
+    Sums<T> sums(p);
+    sums.load(p, b, h);
+    if (p.divisor == CHANNEL) sums.normalize();
+    transpose(g.S_t, sums.S, p.F);
+    std::memcpy(g.z[0], sums.z[0], padded<T>(p.F) * sizeof(T));
     for (Index head = h * p.groups; head < (h + 1) * p.groups; ++head)
         for (Index i = 0; i < p.call.queries; i += CHUNK) {
             const Index n = std::min(CHUNK, p.call.queries - i);
-            g.tail.clear();
             query_gradients<T>(p, g, q, nullptr, b, head, i, n);
-            for (Index row = 0; row < n; ++row)
-                if (p.divisor == CHANNEL) add(g.r[0], g.tail[row], T(1), p.F);
-                else add(g.r[0], q.phi[row], g.e[row], p.F);
-            if (p.divisor == CHANNEL) divide_by_total(p, q.phi, q.total, n);
-            take(g, q, n);
+            for (Index row = 0; row < n && p.divisor == SUM; ++row) add(g.r[0], q.phi[row], g.e[row], p.F);
+            absorb(g.R, q.phi, g.G, n);
         }
+    for (Index f = 0; f < p.F && p.divisor == CHANNEL; ++f) {
+        const T inverse = 1 / nonzero(g.z[0][f]);
+        g.r[0][f] = -inner(sums.S[f], g.R[f], p.E) * inverse;
+        scale(g.R[f], inverse, p.E);
+    }
+    transpose(g.R_t, g.R, p.F);
     for (Index j = 0; j < p.call.keys; j += keys.n) {
-        keys.refill(p, b, h, j, std::min(CHUNK, p.call.keys - j), level);
-        read(g.d_value, keys.phi, g.R, keys.n, false);
+        keys.refill(p, b, h, j, std::min(CHUNK, p.call.keys - j), sums.level);
+        const Rows<T> d_value = place(g.d_value, p.call.d_value, b, h, j);
+        read(d_value, keys.phi, g.R, keys.n, false);
         read(g.d_phi, keys.value, g.R_t, keys.n, false);
-        for (Index i = 0; i < keys.n; ++i) add(g.d_phi[i], g.r[0], T(1), p.F);
-        key_gradients(p, g, keys, b, h);
+        for (Index i = 0; i < keys.n && p.has_ones(); ++i) add(g.d_phi[i], g.r[0], T(1), p.F);
+        key_gradients(p, g, keys, d_value, b, h);
     }
 }
 
@@ -159,15 +149,18 @@ void causal_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys, Queri
         for (Index head = h * p.groups; head < (h + 1) * p.groups; ++head)
             query_gradients(p, g, q, &keys, b, head, j, keys.n);
         if (p.divisor == CHANNEL) store(p.call.d_key, g.tail, b, h, j, keys.n);  // until the keys' own gradients are known
-        take(g, p, keys);
+        absorb(g.S_t, keys.value, keys.phi, keys.n);
+        if (p.has_ones()) add_rows(g.z[0], keys.phi, keys.n);
     }
     for (auto chunk = chunks.rbegin(); chunk != chunks.rend(); ++chunk) {
         const Index n = chunk->n;
-        for (Matrix<T>* x : {&g.R_t, &g.r}) decay_columns(*x, chunk->level, level);  // e^(this level - the later one)
+        decay_columns(g.r, chunk->level, level);  // by e^(this level - the later one)
         decay_rows(g.R, chunk->level, level);
         level = chunk->level;
+        transpose(g.R_t, g.R, p.F);
         keys.refill(p, b, h, chunk->start, n, level);
-        read(g.d_value, keys.phi, g.R, n, false);
+        const Rows<T> d_value = place(g.d_value, p.call.d_value, b, h, chunk->start);
+        read(d_value, keys.phi, g.R, n, false);
         read(g.d_phi, keys.value, g.R_t, n, false);
         g.tail.clear();
         if (p.divisor == CHANNEL) load(g.tail, p.call.d_key, b, h, chunk->start, n);
@@ -181,16 +174,16 @@ void causal_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys, Queri
             g.fill(p, b, head, chunk->start, n);
             transpose(g.phi_t, q.phi, n);
             transpose(g.G_t, g.G, n);
-            meet(g.d_value, keys.phi, g.phi_t, g.G, q.pairs, n, LATER);
+            meet(d_value, keys.phi, g.phi_t, g.G, q.pairs, n, LATER);
             meet(g.d_phi, keys.value, g.G_t, q.phi, q.pairs, n, LATER);
             for (Index i = 0; i < n && p.divisor == SUM; ++i) add(g.tail[i], q.phi[i], g.e[i], p.F);
-            take(g, q, n);
+            absorb(g.R, q.phi, g.G, n);
         }
-        for (Index i = n - 1; i >= 0; --i) {
+        for (Index i = n - 1; i >= 0 && p.has_ones(); --i) {
             add(g.r[0], g.tail[i], T(1), p.F);
             add(g.d_phi[i], g.r[0], T(1), p.F);
         }
-        key_gradients(p, g, keys, b, h);
+        key_gradients(p, g, keys, d_value, b, h);
     }
 }
 

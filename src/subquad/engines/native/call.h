@@ -55,15 +55,9 @@ struct Problem {
     bool is_real(Index b, Index j) const { return !call.mask || call.mask[b * call.keys + j]; }
 };
 
-// Reads n tokens from `start` on, and asks for as many after them, so that they come while these are worked on.
 template <class T>
 void load(const Rows<T>& x, const View& view, Index b, Index h, Index start, Index n) {
-    constexpr Index LINE = 64 / sizeof(T);
-    for (Index i = 0; i < n; ++i) {
-        const T *row = view.at<T>(b, h, start + i), *later = view.at<T>(b, h, start + n + i);
-        std::memcpy(x[i], row, x.columns * sizeof(T));
-        for (Index j = 0; j < x.columns; j += LINE) __builtin_prefetch(later + j, 0, 2);
-    }
+    for (Index i = 0; i < n; ++i) std::memcpy(x[i], view.at<T>(b, h, start + i), x.columns * sizeof(T));
 }
 
 template <class T>
@@ -71,12 +65,25 @@ void store(const View& view, const Rows<T>& x, Index b, Index h, Index start, In
     for (Index i = 0; i < n; ++i) std::memcpy(view.at<T>(b, h, start + i), x[i], x.columns * sizeof(T));
 }
 
-// The n tokens from `start` on, where they stand if their rows are whole vectors, otherwise in `scratch`.
+// The tokens from `start` on where they stand, if their rows are whole vectors; otherwise `scratch`.
+template <class T>
+Rows<T> place(const Rows<T>& scratch, const View& view, Index b, Index h, Index start) {
+    if (scratch.columns % LANES<T>) return scratch;
+    return {view.at<T>(b, h, start), scratch.columns, Index(view.token)};
+}
+
+// n of them, to read
 template <class T>
 Rows<T> fetch(const Rows<T>& scratch, const View& view, Index b, Index h, Index start, Index n) {
-    if (scratch.columns % LANES<T> == 0) return {view.at<T>(b, h, start), scratch.columns, Index(view.token)};
-    load(scratch, view, b, h, start, n);
-    return scratch;
+    const Rows<T> found = place(scratch, view, b, h, start);
+    if (found.data == scratch.data) load(scratch, view, b, h, start, n);
+    return found;
+}
+
+// n of them that were written to what `place` gave
+template <class T>
+void keep(const Rows<T>& scratch, const Rows<T>& written, const View& view, Index b, Index h, Index start, Index n) {
+    if (written.data == scratch.data) store(view, scratch, b, h, start, n);
 }
 
 }  // namespace subquad

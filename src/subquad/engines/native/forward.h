@@ -6,11 +6,6 @@
 
 namespace subquad {
 
-template <class T>
-T nonzero(T x) {
-    return x == 0 ? T(1) : x;
-}
-
 // What a thread needs for queries.
 template <class T>
 struct Queries {
@@ -39,9 +34,8 @@ template <class T>
 void answer(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, const Keys<T>* keys, Index b, Index h, Index start, Index n) {
     q.x = fetch(q.scratch, p.call.query, b, h, start, n);
     map<T>(p, q.phi, q.x, n, true, nullptr);
-    const bool in_place = p.E % LANES<T> == 0;
-    const Rows<T> out = in_place ? Rows<T>{p.call.out.template at<T>(b, h, start), p.E, Index(p.call.out.token)} : q.out;
-    if (p.divisor == CHANNEL) {
+    const Rows<T> out = place(q.out, p.call.out, b, h, start);
+    if (p.divisor == CHANNEL && keys) {
         run_totals(p, q.total, sums.z[0], keys, n);
         divide_by_total(p, q.phi, q.total, n);
     }
@@ -61,7 +55,7 @@ void answer(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, const Keys<
         if (p.call.divisors) static_cast<T*>(p.call.divisors)[(b * p.call.heads + h) * p.call.queries + start + i] = divisor;
         scale(out[i], 1 / divisor, p.E);
     }
-    if (!in_place) store(p.call.out, out, b, h, start, n);
+    keep(q.out, out, p.call.out, b, h, start, n);
 }
 
 // Keys `start` to `end` into the sums; where causal, their queries are answered on the way.
@@ -111,6 +105,9 @@ void forward(const Call& call) {
                 before.add(s[part]);
                 s[part + 1].add(before);
             }
+            if (is_causal) continue;
+            s[parts].store(p, unit / call.kv_heads, unit % call.kv_heads);
+            if (p.divisor == CHANNEL) s[parts].normalize();
         }
 #pragma omp for schedule(dynamic) collapse(2)
         for (Index unit = 0; unit < units; ++unit)
@@ -126,7 +123,6 @@ void forward(const Call& call) {
                     for (Index i = cut(call.queries, part); i < end(call.queries, part); i += CHUNK)
                         answer<T>(p, q, s[parts], nullptr, b, h * p.groups + g, i,
                                   std::min(CHUNK, end(call.queries, part) - i));
-                if (part + 1 == parts) s[parts].store(p, b, h);
             }
     }
 }

@@ -97,18 +97,20 @@ def backward(
     mask: Tensor | None,
     out: Tensor,
     divisors: Tensor,
+    sums: dict[str, Tensor],
     *,
     map: Map,
     features: int,
     divisor: str,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, from that of the output."""
+    """The gradients of query, key and value, from that of the output; not causal, `sums` are those of the forward pass."""
     grad, query, key, value = (_rows(x) for x in (grad, query, key, value))
     grads = [large_pages(_output(x, x.shape[3])) for x in (query, key, value)]
     views = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
     views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
     given = {"divisors": divisors, "mask": None if mask is None else mask.contiguous()}
+    given |= {f"{_STATE[name]}_in": t for name, t in sums.items()}
     _run("backward", map, features, divisor, is_causal, views, given)
     return grads[0], grads[1], grads[2]
 

@@ -44,6 +44,7 @@ class Matrix : public Rows<T> {
 template <class T, int R, int V>
 inline void block(T* c, Index c_row, const T* a, Index row, Index step, const T* b, Index b_row, Index inner, bool add) {
     Vector<T> sum[R][V] = {};  // apart from c, which may be far larger
+#pragma GCC unroll 4
     for (Index k = 0; k < inner; ++k) {
         Vector<T> right[V];
         for (int v = 0; v < V; ++v) right[v] = vector(b + k * b_row + v * LANES<T>);

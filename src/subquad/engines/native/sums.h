@@ -9,8 +9,14 @@
 
 namespace subquad {
 
-constexpr Index CHUNK = 32;       // tokens
+constexpr Index CHUNK = 48;     // tokens
 constexpr double SAFE_RISE = 60;  // e^60 and e^-60 are far inside float32
+
+// What was summed over nothing leaves its zeros as they are.
+template <class T>
+T nonzero(T x) {
+    return x == 0 ? T(1) : x;
+}
 
 template <class T>
 struct Sums {
@@ -45,6 +51,11 @@ struct Sums {
             z[0][f] += other.z[0][f];
         }
         count += other.count;
+    }
+
+    // Every feature by its own sum.
+    void normalize() {
+        for (Index f = 0; f < S.rows; ++f) scale(S[f], 1 / nonzero(z[0][f]), S.columns);
     }
 
     void load(const Problem<T>& p, Index b, Index h) {
@@ -83,8 +94,8 @@ struct Keys {
     Index start = 0, n = 0;
 
     explicit Keys(const Problem<T>& p)
-        : scratch(CHUNK, p.D), phi(CHUNK, p.F), phi_t(p.F, CHUNK), value(CHUNK, p.E), x(scratch), b(CHUNK), level(p.levels()), real(CHUNK),
-          first(p.levels()), higher(p.levels()) {}
+        : scratch(CHUNK, p.D), phi(CHUNK, p.F), phi_t(p.F, CHUNK), value(CHUNK, p.E), x(scratch), b(CHUNK), level(p.levels()),
+          real(CHUNK), first(p.levels()), higher(p.levels()) {}
 
     // From `start` on, at most to `end`; pads count for nothing. `before` is the level so far; where `is_causal`, the chunk ends
     // before the level would rise too far above that of its first key.
@@ -129,8 +140,7 @@ struct Keys {
         load(value, p.call.value, batch, head, start, n);
         for (Index i = 0; i < n; ++i) {
             real[i] = p.is_real(batch, start + i);
-            if (real[i]) continue;
-            std::fill(value[i], value[i] + p.E, T(0));
+            if (!real[i]) std::fill(value[i], value[i] + p.E, T(0));
         }
         map(p, phi, x, n, false, b.data());
     }
