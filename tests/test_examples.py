@@ -28,7 +28,7 @@ def number(pattern, printed):
     return float(found[1].replace(",", ""))
 
 
-@pytest.mark.parametrize("name", ["character_lm", "image_classifier", "translation"])
+@pytest.mark.parametrize("name", ["character_lm", "image_classifier", "translation", "save_qkv"])
 def test_help_shows_how_to_run_it(name):
     assert f"python examples/{name}.py" in run(name, "--help")
 
@@ -100,3 +100,23 @@ def test_translation_knows_both_languages(monkeypatch, n, english, german):
 
     assert " ".join(translation.english(n)) == english
     assert "".join(translation.german(n)) == german
+
+
+def test_save_qkv(tmp_path):
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    from subquad.bench.measure import saved_inputs
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "to", "be", "or", "not", "that", "is", "the", "question"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 20)
+    out = tmp_path / "qkv.safetensors"
+    assert "(1, 4, 50, 8) of layer 1" in run(
+        "save_qkv", str(tmp_path), str(text), "--layer", "1", "--tokens", "50", "--out", str(out)
+    )
+    query, key, value = saved_inputs(out)
+    assert query.shape == key.shape == value.shape == (1, 4, 50, 8)

@@ -66,6 +66,19 @@ def test_an_exact_window_sets_the_option(results):
     advice = advise(4096, exact_window=100, results=results)
     assert names(advice) == ["local"]
     assert advice[0].code == "sq.attention(q, k, v, sq.Local(window=100))"
+    assert advice[0].reasons[-1] == "these figures are of window=256"
+
+
+def test_causal_work_gets_causal_code(results):
+    results.setting = Setting(is_causal=True)
+    assert all("is_causal=True" in advice.code for advice in advise(4096, is_causal=True, results=results))
+
+
+def test_errors_on_real_inputs_count_for_more(results):
+    for fact in results.facts:
+        fact.errors["real"] = 0.01 if fact.method == "nystrom" else 0.9
+    nearest = next(a for a in advise(4096, results=results) if a.method.info.name == "nystrom")
+    assert nearest.error == pytest.approx(0.01)
 
 
 def test_the_code_runs(results):
@@ -80,7 +93,7 @@ def test_the_code_for_one_tensor_as_query_and_key():
     import torch
 
     q = v = torch.randn(1, 2, 64, 16)
-    assert eval(_code(sq.Reformer()), {"sq": sq, "q": q, "v": v}).shape == q.shape
+    assert eval(_code(sq.Reformer(), False), {"sq": sq, "q": q, "v": v}).shape == q.shape
 
 
 def test_results_from_a_folder(results, tmp_path):

@@ -34,7 +34,7 @@ class Advice:
         reasons: why, with figures.
         times_sdpa: how many times faster than SDPA, at the length asked for.
         megabytes: what a forward pass adds to its inputs at its peak.
-        error: relative error against exact softmax on random input; None for softmax itself.
+        error: relative error against exact softmax, on a model's inputs where the results have them, otherwise on random ones.
     """
 
     method: Config
@@ -75,7 +75,7 @@ def advise(
     kind: Pass = "decode" if decode else "training" if training else "forward"
     measured = _results(results, length, kind, is_causal, able, budget)
     rated = [r for name in able if (r := _rate(measured, name, able[name], length, kind)) is not None]
-    return _choose(rated, length, kind)
+    return [replace(advice, code=_code(advice.method, is_causal or decode)) for advice in _choose(rated, length, kind)]
 
 
 def _options(length: int, exact_window: int | None) -> dict[str, Config]:
@@ -120,12 +120,16 @@ def _quick(length: int, kind: Pass, is_causal: bool, able: dict[str, Config], bu
 def _rate(results: Results, name: str, config: Config, length: int, kind: Pass) -> Advice | None:
     """Figures at `length`, on a straight line of logarithms between the lengths measured."""
     if name == "softmax":
-        return Advice(config, _code(config), (), 1.0, _memory(results, BASELINE, length), 0.0)
+        return Advice(config, "", (), 1.0, _memory(results, BASELINE, length), 0.0)
     times = [(n, r.value) for n in results.lengths if (r := analysis.ratio(results, name, n, kind)) is not None]
     if not times:
         return None
-    errors = [(f.length, e) for f in results.facts if f.method == name and (e := f.errors.get("random")) is not None]
-    return Advice(config, _code(config), (), _at(times, length), _memory(results, name, length), _at(errors, length))
+    own = [f for f in results.facts if f.method == name]
+    which = "real" if any("real" in f.errors for f in own) else "random"
+    errors = [(f.length, f.errors[which]) for f in own if which in f.errors]
+    other = ", ".join(f"{o}={value}" for o, value in vars(configured(name, length)).items() if value != getattr(config, o))
+    reasons = (f"these figures are of {other}",) if other else ()
+    return Advice(config, "", reasons, _at(times, length), _memory(results, name, length), _at(errors, length))
 
 
 def _memory(results: Results, name: str, length: int) -> float | None:
@@ -165,16 +169,16 @@ def _choose(rated: list[Advice], length: int, kind: Pass) -> list[Advice]:
             choose(small, f"of those faster than SDPA ({small.times_sdpa:.1f}x) the least memory: {small.megabytes:.0f} MiB")
     elif softmax is not None:
         choose(softmax, f"exact, and at {length:,} tokens nothing that can do this is faster here")
-    return [replace(advice, reasons=tuple(reasons)) for advice, reasons in list(chosen.values())[:3]]
+    return [replace(a, reasons=(*reasons, *a.reasons)) for a, reasons in list(chosen.values())[:3]]
 
 
-def _code(config: Config) -> str:
+def _code(config: Config, is_causal: bool) -> str:
     if config.reasons(["functional"]):
         return f"sq.Attention(dim, heads, {_written(config)})"
     name = config.info.name
     key = "q" if config.shares_query_and_key else "k"
     written = f'"{name}"' if config == resolve(name) else _written(config)
-    return f"sq.attention(q, {key}, v, {written})"
+    return f"sq.attention(q, {key}, v, {written}{', is_causal=True' if is_causal else ''})"
 
 
 def _written(config: Config) -> str:

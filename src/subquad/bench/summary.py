@@ -43,7 +43,8 @@ def _ratio(ratio: analysis.Ratio | None) -> str:
     if ratio is None:
         return "-"
     text = f"{'~' if ratio.is_predicted else ''}{ratio.value:.2f}"
-    return f"[green]{text}[/green]" if ratio.value > 1 else text
+    is_surely_faster = (ratio.value if ratio.low is None else ratio.low) > 1
+    return f"[green]{text}[/green]" if is_surely_faster else text
 
 
 def _crossing(crossing: analysis.Crossing | None) -> str:

@@ -1,0 +1,54 @@
+"""Queries, keys and values of a pretrained model on a text, in a file for `subquad compare --qkv`.
+
+    python examples/save_qkv.py MODEL TEXT.txt --layer 3 --out qkv.safetensors
+    subquad compare --lengths 128:512 --qkv qkv.safetensors
+
+MODEL is a folder, or a name on the Hugging Face hub. Random inputs are nothing like those of a trained model; with this file
+`subquad compare` says what each mechanism costs in fidelity on yours.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--layer", type=int, default=0, help="which attention layer, in the order they run (0)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of the text, from its beginning (512)")
+    parser.add_argument("--out", type=Path, default=Path("qkv.safetensors"))
+    options = parser.parse_args()
+
+    layers: list[dict[str, Tensor]] = []
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+        group = query.shape[1] // key.shape[1]
+        key_, value_ = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        layers.append({"query": query.contiguous(), "key": key_.contiguous(), "value": value_.contiguous()})
+        return sdpa_attention_forward(module, query, key, value, mask, **given)
+
+    AttentionInterface.register("save_qkv", attend)
+    AttentionMaskInterface.register("save_qkv", sdpa_mask)
+    model = AutoModel.from_pretrained(options.model, attn_implementation="save_qkv").eval()
+    tokens = AutoTokenizer.from_pretrained(options.model)(options.text.read_text(), return_tensors="pt")
+    with torch.no_grad():
+        model(**{name: t[:, : options.tokens] for name, t in tokens.items()})
+    if not 0 <= options.layer < len(layers):
+        parser.error(f"--layer is 0 to {len(layers) - 1} for this model; got {options.layer}")
+    save_file(layers[options.layer], options.out)
+    print(f"{tuple(layers[options.layer]['query'].shape)} of layer {options.layer} written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

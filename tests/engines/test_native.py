@@ -1,0 +1,209 @@
+"""The compiled loops against the PyTorch code that they stand for."""
+
+import platform
+import shutil
+import sys
+
+import pytest
+import torch
+
+import subquad as sq
+from subquad.engines import native
+from subquad.engines.pages import large_pages
+
+CONFIGS = [
+    sq.Linear(),
+    sq.Taylor(),
+    sq.Plain(),
+    sq.Plain(normalize="none"),
+    sq.Efficient(),
+    sq.Performer(features=37),
+    sq.Performer(kind="hyperbolic", features=20),
+    sq.Performer(kind="relu", features=33),
+    sq.Performer(kind="favor++", p=0.5, features=24),
+]
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
+both_directions = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+needs_loops = pytest.mark.skipif(native.library() is None, reason="the loops are not compiled here")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not sys.platform.startswith("linux"), reason="about x86-64 on Linux")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
+def test_they_are_there_where_they_can_be():
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        assert native.library() is not None
+
+
+def tensors(queries, keys, *, heads=4, kv_heads=4, dim=17, value_dim=13, dtype=torch.float64, scale=1.0, seed=0):
+    """Query, key, value, and a gradient for the output."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [
+        (2, heads, queries, dim),
+        (2, kv_heads, keys, dim),
+        (2, kv_heads, keys, value_dim),
+        (2, heads, queries, value_dim),
+    ]
+    q, k, v, grad = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return (q * scale).requires_grad_(), (k * scale).requires_grad_(), v.requires_grad_(), grad
+
+
+def results(config, q, k, v, grad, **call):
+    out = sq.attention(q, k, v, config, **call)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+def without_loops(config, *given, **call):
+    with native.disabled():
+        return results(config, *given, **call)
+
+
+def assert_same(found, expected, within=1e-11):
+    for name, x, y in zip(("output", "query", "key", "value"), found, expected, strict=True):
+        assert (x - y).abs().max() <= within * (1 + y.abs().max()), name
+
+
+@needs_loops
+@every_config
+@both_directions
+@pytest.mark.parametrize("length", [1, 7, 48, 49, 131])
+def test_outputs_and_gradients(config, is_causal, length):
+    given = tensors(length, length)
+    assert_same(results(config, *given, is_causal=is_causal), without_loops(config, *given, is_causal=is_causal))
+
+
+@needs_loops
+@every_config
+@pytest.mark.parametrize(("queries", "keys"), [(5, 200), (200, 5), (50, 0)])
+def test_another_sequence(config, queries, keys):
+    given = tensors(queries, keys)
+    assert_same(results(config, *given), without_loops(config, *given))
+
+
+@needs_loops
+@every_config
+@both_directions
+def test_pads_shared_heads_and_whole_vectors(config, is_causal):
+    q, k, v, grad = tensors(90, 90, kv_heads=2, dim=16, value_dim=32)
+    mask = torch.rand(2, 90, generator=torch.Generator().manual_seed(3)) > 0.4
+    mask[1, :60] = False
+    with torch.no_grad():
+        for x in (k, v):
+            x.masked_fill_(~mask[:, None, :, None], torch.nan)
+    call = {"is_causal": is_causal, "enable_gqa": True, "key_padding_mask": mask}
+    found = results(config, q, k, v, grad, **call)
+    assert all(x.isfinite().all() for x in found)
+    assert_same(found, without_loops(config, q, k, v, grad, **call))
+
+
+@needs_loops
+@every_config
+@both_directions
+def test_large_inputs(config, is_causal):
+    """Levels rise by hundreds inside a chunk."""
+    given = tensors(150, 150, scale=25.0)
+    assert_same(results(config, *given, is_causal=is_causal), without_loops(config, *given, is_causal=is_causal), within=1e-8)
+
+
+@needs_loops
+@every_config
+@both_directions
+def test_rounding_in_float32(config, is_causal):
+    exact = without_loops(config, *tensors(300, 300, dim=64, value_dim=64), is_causal=is_causal)
+    given = tensors(300, 300, dim=64, value_dim=64, dtype=torch.float32)
+    errors = [
+        [(x.double() - y).norm() for x, y in zip(run(config, *given, is_causal=is_causal), exact, strict=True)]
+        for run in (results, without_loops)
+    ]
+    assert all(ours <= 2 * theirs for ours, theirs in zip(*errors, strict=True))
+
+
+@needs_loops
+@every_config
+@both_directions
+def test_tokens_before_heads(config, is_causal):
+    """As projections give them; the output comes in the same order."""
+    given = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors(90, 90)[:3]]
+    grad = tensors(90, 90)[3]
+    found = results(config, *given, grad, is_causal=is_causal)
+    assert found[0].transpose(1, 2).is_contiguous()
+    assert_same(found, without_loops(config, *given, grad, is_causal=is_causal))
+
+
+@needs_loops
+@every_config
+@both_directions
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_fewer_sequences_than_threads(config, is_causal, threads):
+    """Sequences are then cut into parts."""
+    q, k, v = (torch.randn(1, 1, 1111, 9, dtype=torch.float64) for _ in range(3))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = sq.attention(q, k, v, config, is_causal=is_causal)
+    finally:
+        torch.set_num_threads(before)
+    with native.disabled():
+        expected = sq.attention(q, k, v, config, is_causal=is_causal)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
+@needs_loops
+@every_config
+@pytest.mark.parametrize("order", [(True, False), (False, True), (True, True)], ids=str)
+def test_states_go_from_one_to_the_other(config, order):
+    q, k, v = (x.detach() for x in tensors(130, 130)[:3])
+    with native.disabled():
+        whole = sq.attention(q, k, v, config, is_causal=True)
+    found, state = [], None
+    for piece, is_compiled in zip((slice(0, 77), slice(77, 130)), order, strict=True):
+        call = {"is_causal": True, "state": state, "return_state": True}
+        parts = [x[:, :, piece] for x in (q, k, v)]
+        if is_compiled:
+            out, state = sq.attention(*parts, config, **call)
+        else:
+            with native.disabled():
+                out, state = sq.attention(*parts, config, **call)
+        found.append(out)
+    torch.testing.assert_close(torch.cat(found, 2), whole, rtol=0, atol=1e-11)
+
+
+@needs_loops
+@every_config
+@both_directions
+def test_second_derivatives(config, is_causal):
+    def second():
+        q, k, v, grad = tensors(9, 9, dim=5, value_dim=3)
+        out = sq.attention(q, k, v, config, is_causal=is_causal)
+        first = torch.autograd.grad(out, (q, k, v), grad.requires_grad_(), create_graph=True)
+        return torch.autograd.grad(
+            sum(x.square().sum() for x in first), (grad, q, k, v), allow_unused=True, materialize_grads=True
+        )
+
+    found = second()
+    with native.disabled():
+        expected = second()
+    assert_same(found, expected)
+
+
+@needs_loops
+def test_only_the_gradients_asked_for():
+    q, k, v, grad = tensors(20, 20)
+    out = sq.attention(q.detach(), k, v.detach(), "linear")
+    (found,) = torch.autograd.grad(out, k, grad)
+    with native.disabled():
+        (expected,) = torch.autograd.grad(sq.attention(q, k, v, "linear"), k, grad)
+    torch.testing.assert_close(found, expected)
+
+
+def test_everything_runs_without_them(monkeypatch):
+    q, k, v, _ = tensors(20, 20)
+    expected = sq.attention(q, k, v, "performer", is_causal=True)
+    monkeypatch.setattr(native, "library", lambda: None)
+    torch.testing.assert_close(sq.attention(q, k, v, "performer", is_causal=True), expected)
+
+
+def test_large_pages_leave_the_tensor_as_it_is():
+    x = torch.randn(2**20 + 7)
+    assert torch.equal(large_pages(x.clone()), x)
+    fake = torch.empty(2**22, device="meta")
+    assert large_pages(fake) is fake
