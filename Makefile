@@ -2,17 +2,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard src/subquad/engines/native/*.cpp src/subquad/engines/native/*.h)
+# Mechanisms with compiled loops, which are tested without them, too.
+COMPILED := linear or taylor or plain or efficient or performer or reformer or routing
 
 .PHONY: install compare test check fix bench peers clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $(STAMP)
 
-$(VENV)/compare: pyproject.toml constraints.txt
+$(VENV)/compare: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report]'
 	touch $@
@@ -27,6 +30,7 @@ check: install
 
 test: check
 	$(BIN)/pytest --numprocesses auto
+	SUBQUAD_NATIVE=0 $(BIN)/pytest --numprocesses auto tests/contract tests/mechanisms -k '$(COMPILED)'
 
 fix: install
 	$(BIN)/ruff format .

@@ -41,7 +41,7 @@ class Loops(BuildHookInterface):
             self.app.display_warning("No C++ compiler: subquad runs on PyTorch alone, which is slower.")
             return False
         unfinished = target.with_suffix(".part")
-        command = [*compiler.split(), *ALWAYS, *flags, str(FOLDER / "kernelized.cpp"), "-o", str(unfinished)]
+        command = [*compiler.split(), *ALWAYS, *flags, *map(str, sorted(FOLDER.glob("*.cpp"))), "-o", str(unfinished)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             problem = done.stderr if done.returncode else ""

@@ -107,7 +107,8 @@ def test_a_broken_results_file_is_refused_and_kept(tmp_path):
 
 
 def test_ctrl_c_keeps_and_reports_what_is_done(tmp_path):
-    code = "from subquad.cli import main; main()"
+    # Whoever is started in the background ignores SIGINT, and so would what it starts.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from subquad.cli import main; main()"
     command = [sys.executable, "-c", code, "compare", *TINY, "--lengths", "64:4096", "--budget", "5"]
     environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

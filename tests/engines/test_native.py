@@ -195,6 +195,37 @@ def test_only_the_gradients_asked_for():
     torch.testing.assert_close(found, expected)
 
 
+BUCKETED = [sq.Reformer(chunk=8), sq.Reformer(), sq.Routing(clusters=5, chunk=8), sq.Routing(clusters=2, chunk=5)]
+
+
+@needs_loops
+@both_directions
+@pytest.mark.parametrize("config", BUCKETED, ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("length", [1, 7, 64, 300])
+@pytest.mark.parametrize("has_pads", [False, True], ids=["whole", "padded"])
+def test_buckets(config, is_causal, kv_heads, length, has_pads):
+    q, k, v, grad = tensors(length, length, kv_heads=kv_heads)
+    leaves = (q, k, v)
+    if config.shares_query_and_key:
+        if kv_heads != 4:
+            pytest.skip("queries and keys are one")
+        k, leaves = q, (q, v)
+    call = {"is_causal": is_causal, "enable_gqa": kv_heads != 4}
+    if has_pads:
+        call["key_padding_mask"] = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) > 0.3
+
+    def run():
+        out = sq.attention(q, k, v, config, **call)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    found = run()
+    with native.disabled():
+        expected = run()
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
+
+
 def test_everything_runs_without_them(monkeypatch):
     q, k, v, _ = tensors(20, 20)
     expected = sq.attention(q, k, v, "performer", is_causal=True)

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines import dense, store, tiles
+from subquad.engines import dense, native, store, tiles
 from subquad.engines.key_sets import Blocks, Tokens
+from subquad.engines.native import bucketed as compiled
 from subquad.engines.tensors import is_recorded
 from subquad.engines.tiles import BARRED, Part, Tile
 from subquad.masks import zero_pads
@@ -80,6 +81,10 @@ def _whole(
     if mask is not None:
         query_bucket, key_bucket = (t.masked_fill(~mask[:, None, None], rule.buckets) for t in (query_bucket, key_bucket))
     rule = replace(rule, chunk=min(rule.chunk, query.shape[2]))
+    if native.can_take(query, key, value, query_bucket, key_bucket):
+        fields = {"rounds": rule.rounds, "buckets": rule.buckets, "chunk": rule.chunk}
+        flags = {"is_shared": int(rule.shared), "is_causal": int(rule.is_causal)}
+        return compiled.attend(query, key, value, query_bucket, key_bucket, {**fields, **flags}, scale).to(query.dtype)
     group = query.shape[1] // key.shape[1]
     outs = []
     for head in range(query.shape[1]):  # one at a time: the masks of all would be large

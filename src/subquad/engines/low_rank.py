@@ -41,8 +41,10 @@ def segments(key_padding_mask: Tensor | None, like: Tensor, count: int) -> Tenso
     return member if key_padding_mask is None else member & key_padding_mask.unsqueeze(1)
 
 
-def segment_means(x: Tensor, member: Tensor) -> Tensor:
-    """The mean of x (B, H, N, D) over each segment: (B, H, m, D); zero for an empty one."""
+def segment_means(x: Tensor, member: Tensor, is_even: bool = False) -> Tensor:
+    """The mean of x (B, H, N, D) over each segment: (B, H, m, D); zero for an empty one. `is_even`: all are equally long."""
+    if is_even:
+        return x.unflatten(2, (member.shape[1], -1)).mean(3)
     sums = torch.einsum("bmn,bhnd->bhmd", member.to(x.dtype), x)
     return sums / member.sum(-1).clamp(min=1)[:, None, :, None]
 

@@ -22,8 +22,7 @@ _MADV_HUGEPAGE = 14
 
 def large_pages(x: Tensor) -> Tensor:
     """`x`, just allocated and not written to yet."""
-    madvise = _madvise()
-    if madvise is not None and x.nbytes >= _LEAST and native.is_plain(x):
+    if native.is_plain(x) and x.nbytes >= _LEAST and (madvise := _madvise()) is not None:
         start = -(-x.data_ptr() // _PAGE) * _PAGE
         end = (x.data_ptr() + x.nbytes) // _PAGE * _PAGE
         madvise(start, end - start, _MADV_HUGEPAGE)  # a wish: whether it was granted does not matter

@@ -93,8 +93,9 @@ class Nystrom(Config):
     def _approximate(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         member = segments(mask, query, self.landmarks)  # (B, m, N)
-        ql = segment_means(query, member)  # (B, H, m, D)
-        kl = segment_means(key, member).repeat_interleave(groups, dim=1)  # (B, H, m, D)
+        is_even = mask is None and query.shape[2] % self.landmarks == 0
+        ql = segment_means(query, member, is_even)  # (B, H, m, D)
+        kl = segment_means(key, member, is_even).repeat_interleave(groups, dim=1)  # (B, H, m, D)
         a = (ql @ kl.mT * (query.shape[-1] ** -0.5 if scale is None else scale)).softmax(-1)
         seen = attend(ql, key, value, mask, scale)  # B v: (B, H, m, Dv)
         if mask is None:
@@ -103,7 +104,7 @@ class Nystrom(Config):
         exact = (mask.sum(1) <= self.landmarks)[:, None, None, None]
         eye = torch.eye(self.landmarks, dtype=a.dtype, device=a.device)
         mixed = pinv(torch.where(exact, eye, a), self.iterations) @ seen
-        vl = segment_means(value, member).repeat_interleave(groups, dim=1)
+        vl = segment_means(value, member, is_even).repeat_interleave(groups, dim=1)
         return attend(query, kl, torch.where(exact, vl, mixed), member.any(-1), scale)
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor
 
-from subquad.engines import native
-from subquad.engines.pages import large_pages
-from subquad.engines.tensors import widen
+from subquad.engines.native import calls
 
 _KINDS = ("elu", "identity", "unit", "exponential", "relu", "softmax")
 _DIVISORS = ("sum", "mean", "none", "channel")
@@ -35,23 +31,12 @@ class Map:
     bias: Tensor | None = None
 
 
-class _View(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("token", ctypes.c_int64))
-
-
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_channels", "features")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
 _POINTERS = ("mask", "divisors", "weight", "bias", "sums_in", "level_in", "count_in", "sums_out", "level_out", "count_out")
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in (*_SIZES, "kind", "divisor", "is_causal", "threads")),
-        ("scale", ctypes.c_double),
-        ("constant", ctypes.c_double),
-        *((name, _View) for name in _VIEWS),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-    )
+_NUMBERS = (*_SIZES, "kind", "divisor", "is_causal", "threads")
+_Call = calls.structure("Call", _NUMBERS, ("scale", "constant"), _VIEWS, _POINTERS)
+_STATE = {"S": "sums", "level": "level", "count": "count"}
 
 
 def forward(
@@ -69,8 +54,8 @@ def forward(
     return_divisors: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
     """The output, the sums after the last key, and what each query's output was divided by."""
-    query, key, value = (_rows(x) for x in (query, key, value))
-    out = large_pages(_output(query, value.shape[3]))
+    query, key, value = (calls.rows(x) for x in (query, key, value))
+    out = calls.room(query, value.shape[3])
     batch, kv_heads, width = key.shape[0], key.shape[1], value.shape[3] + (divisor in ("sum", "channel"))
     sums, divisors = {}, None
     if return_sums:
@@ -105,17 +90,14 @@ def backward(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from that of the output; not causal, `sums` are those of the forward pass."""
-    grad, query, key, value = (_rows(x) for x in (grad, query, key, value))
-    grads = [large_pages(_output(x, x.shape[3])) for x in (query, key, value)]
+    grad, query, key, value = (calls.rows(x) for x in (grad, query, key, value))
+    grads = [calls.room(x, x.shape[3]) for x in (query, key, value)]
     views = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
     views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
     given = {"divisors": divisors, "mask": None if mask is None else mask.contiguous()}
     given |= {f"{_STATE[name]}_in": t for name, t in sums.items()}
     _run("backward", map, features, divisor, is_causal, views, given)
     return grads[0], grads[1], grads[2]
-
-
-_STATE = {"S": "sums", "level": "level", "count": "count"}
 
 
 def _run(
@@ -131,26 +113,6 @@ def _run(
     weights = {"weight": map.weight, "bias": map.bias}
     kept = {name: None if t is None else t.detach().to(query.dtype).contiguous() for name, t in weights.items()}
     sizes = (*query.shape[:2], key.shape[1], query.shape[2], *key.shape[2:], value.shape[3], features)
-    call: Any = _Call(*sizes, _KINDS.index(map.kind), _DIVISORS.index(divisor), is_causal, torch.get_num_threads())
-    call.scale, call.constant = map.scale, map.constant
-    for name, x in views.items():
-        setattr(call, name, _View(x.data_ptr(), *x.stride()[:3]))
-    for name, t in {**given, **kept}.items():
-        setattr(call, name, None if t is None else t.data_ptr())
-    library = native.library()
-    assert library is not None
-    getattr(library, f"subquad_{which}_{str(query.dtype).removeprefix('torch.')}")(ctypes.byref(call))
-
-
-def _rows(x: Tensor) -> Tensor:
-    """In the precision to compute in, channels side by side."""
-    x = widen(x.detach())
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _output(query: Tensor, width: int) -> Tensor:
-    """(B, H, N, width), heads before tokens or tokens before heads as the query has them."""
-    batch, heads, tokens, _ = query.shape
-    if query.stride(1) < query.stride(2):
-        return query.new_empty(batch, tokens, heads, width).transpose(1, 2)
-    return query.new_empty(batch, heads, tokens, width)
+    rule = (_KINDS.index(map.kind), _DIVISORS.index(divisor), is_causal, calls.threads())
+    numbers = {**dict(zip(_NUMBERS, (*sizes, *rule), strict=True)), "scale": map.scale, "constant": map.constant}
+    calls.run(which, _Call, numbers, views, {**given, **kept})
