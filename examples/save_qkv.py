@@ -3,8 +3,8 @@
     python examples/save_qkv.py MODEL TEXT.txt --layer 3 --out qkv.safetensors
     subquad compare --lengths 128:512 --qkv qkv.safetensors
 
-MODEL is a folder, or a name on the Hugging Face hub. Random inputs are nothing like those of a trained model; with this file
-`subquad compare` says what each mechanism costs in fidelity on yours.
+MODEL is a folder, or a name on the Hugging Face hub; the extra `hf` is needed. Random inputs are nothing like those of a
+trained model; with this file `subquad compare` says what each mechanism costs in fidelity on yours.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="tokens of the text, from its beginning (512)")
     parser.add_argument("--out", type=Path, default=Path("qkv.safetensors"))
     options = parser.parse_args()
+    if not options.text.is_file():
+        parser.error(f"TEXT is a file to read; there is none at {options.text}")
+    if not options.out.parent.is_dir():
+        parser.error(f"--out goes into a folder that is there; got {options.out}")
 
     layers: list[dict[str, Tensor]] = []
 
@@ -42,8 +46,9 @@ def main() -> None:
     AttentionMaskInterface.register("save_qkv", sdpa_mask)
     model = AutoModel.from_pretrained(options.model, attn_implementation="save_qkv").eval()
     tokens = AutoTokenizer.from_pretrained(options.model)(options.text.read_text(), return_tensors="pt")
+    most = min(options.tokens, getattr(model.config, "max_position_embeddings", options.tokens))
     with torch.no_grad():
-        model(**{name: t[:, : options.tokens] for name, t in tokens.items()})
+        model(**{name: t[:, :most] for name, t in tokens.items()})
     if not 0 <= options.layer < len(layers):
         parser.error(f"--layer is 0 to {len(layers) - 1} for this model; got {options.layer}")
     save_file(layers[options.layer], options.out)

@@ -21,7 +21,7 @@ LAYERS = [
     {"models"},
     {"bench"},
     {"report"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 
 

@@ -194,6 +194,8 @@ def _lengths(text: str) -> list[int]:
             found = sorted({int(part) for part in text.split(",")})
     except ValueError:
         found = []
+    if ":" in text and not found and all(part.strip().isdigit() for part in text.split(":")):
+        raise InputError(f"--lengths first:last goes upwards from 1 on; got {text!r}.")
     if not found:
         raise InputError(f"--lengths is first:last, which doubles, or a list such as 512,1000,4096; got {text!r}.")
     return found
@@ -250,36 +252,54 @@ def advise(
     training: Annotated[bool, typer.Option("--training", help="Rank by forward and backward together.")] = False,
     padding: Annotated[bool, typer.Option("--padding", help="It must take a key_padding_mask.")] = False,
     exact_window: Annotated[
-        int | None, typer.Option(help="Pairs at most so far apart must be weighed as softmax weighs them.", min=0)
+        int | None, typer.Option(help="Pairs at most so far apart must be weighed as softmax weighs them.", min=1)
     ] = None,
-    results: Annotated[Path, typer.Option(help="Folder of a comparison; without one a quick one is run.")] = Path(
-        "subquad-compare"
-    ),
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a comparison; by default subquad-compare, or a quick one now if that does not fit."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
 ) -> None:
     """What to use for a workload, with the measured reasons."""
     from subquad.bench import advise as ask
 
-    found = ask(
-        length,
-        is_causal=causal or decode,
-        cross=cross,
-        decode=decode,
-        training=training,
-        key_padding_mask=padding,
-        exact_window=exact_window,
-        results=results if (results / "results.json").exists() else None,
-    )
+    usual = Path("subquad-compare")
+    needs: dict[str, Any] = {"is_causal": causal or decode, "cross": cross, "decode": decode, "training": training}
+    needs |= {"key_padding_mask": padding, "exact_window": exact_window}
+    try:
+        given = results if results is not None else usual if (usual / "results.json").exists() else None
+        found = ask(length, results=given, **needs)
+    except SubquadError as error:
+        if results is not None or given is None:
+            raise
+        Console(stderr=True).print(f"[dim]{escape(str(usual))} does not fit ({escape(str(error))}); a quick one is run.[/dim]")
+        found, given = ask(length, **needs), None
     if as_json:
         records = [{**vars(a), "method": a.method.info.name, "options": vars(a.method)} for a in found]
         typer.echo(json.dumps(records, indent=2))
         return
     console = Console(highlight=False)
+    console.print(f"Measured {_where(given)}", style="dim")
     for advice in found:
         console.print(advice.method.info.name, style="bold")
         for reason in advice.reasons:
             console.print(f"  {reason}")
         console.print(f"  {escape(advice.code)}", style="cyan")
+
+
+def _where(given: Path | None) -> str:
+    """What an advice rests on."""
+    from subquad.bench import load
+    from subquad.bench.compare import FILE
+    from subquad.bench.machine import describe
+
+    if given is None:
+        return "just now, on this machine."
+    results = load(given / FILE if given.is_dir() else given)
+    here = describe(results.setting)
+    place = "this machine" if results.machine.get("processor") == here.get("processor") else "another machine than this"
+    shape = f"{results.setting.heads} heads of {results.setting.head_dim} channels, {results.setting.dtype}"
+    return f"in {given}, on {place}: {results.machine.get('processor')}, {results.setting.threads} threads, {shape}."
 
 
 def _configured(method: str, options: list[str]) -> Config:
@@ -308,3 +328,7 @@ def main() -> None:
     except SubquadError as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}")
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -66,7 +66,7 @@ def test_an_exact_window_sets_the_option(results):
     advice = advise(4096, exact_window=100, results=results)
     assert names(advice) == ["local"]
     assert advice[0].code == "sq.attention(q, k, v, sq.Local(window=100))"
-    assert advice[0].reasons[-1] == "these figures are of window=256"
+    assert advice[0].reasons[-1] == "estimated from window=256, which was measured"
 
 
 def test_causal_work_gets_causal_code(results):
@@ -79,6 +79,28 @@ def test_errors_on_real_inputs_count_for_more(results):
         fact.errors["real"] = 0.01 if fact.method == "nystrom" else 0.9
     nearest = next(a for a in advise(4096, results=results) if a.method.info.name == "nystrom")
     assert nearest.error == pytest.approx(0.01)
+
+
+def test_a_wider_window_costs_more(results):
+    (wide,) = advise(4096, exact_window=512, results=results)
+    assert wide.times_sdpa == pytest.approx(GAINS["local"] / 2)
+    (only,) = advise(4096, exact_window=4095, results=results)
+    assert only.method == sq.Softmax()
+
+
+def test_beyond_what_was_measured(results):
+    longest = max(results.lengths)
+    found = advise(2 * longest, results=results)
+    assert all(a.measured_to == longest for a in found)
+    assert all(any(r.startswith("extrapolated") for r in a.reasons) for a in found)
+    with pytest.raises(ResultsError, match=f"reach {longest:,} tokens"):
+        advise(17 * longest, results=results)
+
+
+def test_what_must_be_trained_with_says_so(results):
+    said = {a.method.info.name: any("must be trained with it" in r for r in a.reasons) for a in advise(4096, results=results)}
+    assert said["linear"]
+    assert not said.get("nystrom", False)
 
 
 def test_the_code_runs(results):
@@ -98,7 +120,12 @@ def test_the_code_for_one_tensor_as_query_and_key():
 
 def test_results_from_a_folder(results, tmp_path):
     save(results, tmp_path / "results.json")
-    assert advise(4096, results=tmp_path) == advise(4096, results=results)
+    for given in (tmp_path, str(tmp_path), tmp_path / "results.json"):
+        assert advise(4096, results=given) == advise(4096, results=results)
+    with pytest.raises(sq.InputError, match="results are those of a comparison"):
+        advise(4096, results=7)
+    with pytest.raises(ResultsError, match="cannot be read"):
+        advise(4096, results=tmp_path / "nothing")
 
 
 def test_results_that_do_not_fit(results):

@@ -93,8 +93,26 @@ def test_headline():
     )
     assert analysis.headline(made(lambda n: 2)).startswith("At every length here linear attention is faster")
     assert analysis.headline(made(lambda n: 0.5)).startswith("At the lengths measured here no method is faster")
+    assert analysis.headline(Results(Setting(), {}, methods=["linear"])) == "Nothing is measured yet."
+    refused = Results(Setting(), {}, refusals={"nystrom": "it is not causal"})
+    assert analysis.headline(refused) == "None of the methods asked for can do this."
 
 
 @pytest.mark.parametrize(("length", "text"), [(7, "7"), (42.4, "42"), (1449, "1,400"), (65536, "66,000")])
 def test_rounded(length, text):
     assert analysis.rounded(length) == text
+
+
+def test_a_start_inside_the_noise_is_not_certain():
+    results = made(lambda n: n / 700)
+    assert analysis.time_crossover(results, "linear", "forward").is_certain
+    last = results.timing("linear", LENGTHS[-1], "forward")
+    last.rounds = [(1.0, 0.5), (1.0, 2.0), (1.0, 2.2)]
+    assert not analysis.time_crossover(results, "linear", "forward").is_certain
+
+
+def test_predictions_prove_no_start():
+    results = made(lambda n: n / 700)
+    for timing in results.timings:
+        timing.rounds, timing.predicted, timing.status = [], 1.0, "predicted"
+    assert analysis.time_crossover(results, "linear", "forward") is None

@@ -77,7 +77,7 @@ def test_advise_from_the_last_comparison_here(compared):
     ("arguments", "said"),
     [
         (["--methods", "linaer"], "no method is called 'linaer'"),
-        (["--lengths", "64:32"], "--lengths is first:last, which doubles"),
+        (["--lengths", "64:32"], "--lengths first:last goes upwards"),
         (["--lengths", "a,b"], "--lengths is first:last, which doubles"),
         (["--lengths", "0,64"], "a length is a whole number of tokens from 1"),
         (["--budget", "0"], "the budget is a time above 0"),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import subquad as sq
 from subquad.bench import Plan, ResultsError, Setting, compare, load
 from subquad.bench.compare import FILE
+from subquad.bench.machine import alone
 from subquad.bench.measure import DisagreementError, call, error, inputs, peak_bytes, require_agreement
 from subquad.bench.worker import Worker, WorkerError
 
@@ -170,6 +172,33 @@ def test_inputs_of_a_model_that_do_not_fit(tmp_path, saved, said):
     path.write_bytes(b"no tensors") if saved is None else torch.save(saved, path)
     with pytest.raises(sq.InputError, match=said):
         compare(Plan(("linear",), (64,), qkv=path), SETTING, tmp_path)
+
+
+def test_inputs_of_a_model_may_come_later_but_not_change(tmp_path):
+    first = Plan(("linear",), (64,), ("forward",), rounds=1)
+    compare(first, SETTING, tmp_path / "out")
+    for name in ("a", "b"):
+        q, k, v = inputs(SETTING, 64, seed=ord(name))
+        torch.save({"query": q, "key": k, "value": v}, tmp_path / f"{name}.pt")
+    found = compare(replace(first, qkv=tmp_path / "a.pt"), SETTING, tmp_path / "out")
+    assert set(found.fact("linear", 64).errors) == {"random", "real"}
+    assert found.inputs.startswith("a.pt (")
+    with pytest.raises(ResultsError, match=r"are of the inputs a.pt \(\w+\); got b.pt"):
+        compare(replace(first, qkv=tmp_path / "b.pt"), SETTING, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["junk.pt", "junk.safetensors", "junk.txt"])
+def test_files_that_hold_no_tensors(tmp_path, name):
+    (tmp_path / name).write_text("i am a poem")
+    with pytest.raises(sq.InputError, match="cannot be read as saved tensors"):
+        compare(Plan(("linear",), (64,), qkv=tmp_path / name), SETTING, tmp_path)
+
+
+def test_two_comparisons_do_not_share_a_folder(tmp_path):
+    with alone(tmp_path), pytest.raises(ResultsError, match="another comparison is writing to"):
+        compare(Plan(("linear",), (64,)), SETTING, tmp_path)
+    with alone(tmp_path):
+        pass
 
 
 def test_killed_at_any_moment_it_leaves_what_was_finished(tmp_path):

@@ -33,7 +33,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(ResultsError, match=r"cannot be written to .*: No space left on device. Choose another --out"):
+    with pytest.raises(ResultsError, match=r"cannot be written to .*: No space left on device. Choose another folder"):
         save(Results(Setting(), {}), path)
     assert load(path) == RESULTS
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]

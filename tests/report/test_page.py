@@ -61,14 +61,14 @@ def written(results, folder):
 
 def test_the_headline_comes_first(outline, results):
     assert analysis.headline(results) in outline.text
-    order = ["headline", "time-title", "memory-title", "fidelity-title", "crossovers-title", "capabilities-title"]
-    order += ["pictures-title", "not-run-title", "machine-title"]
+    order = ["headline", "time-title", "memory-title", "fidelity-title", "crossovers-title", "growth-title"]
+    order += ["capabilities-title", "pictures-title", "not-run-title", "machine-title"]
     found = [a.get("id") or a.get("class") for tag, a in outline.elements if tag in ("p", "h2")]
     assert [name for name in found if name in order] == order
 
 
 def test_every_method_is_in_every_place(outline):
-    for table in ("crossovers", "capabilities", "forward-figures", "memory-figures"):
+    for table in ("crossovers", "growth", "capabilities", "forward-figures", "memory-figures"):
         assert set(METHODS) <= set(outline.cells(table)), table
     legend = {a["data-method"] for _, a in outline.elements if "data-method" in a}
     assert legend == {BASELINE, *METHODS}
@@ -77,15 +77,24 @@ def test_every_method_is_in_every_place(outline):
     assert all(a["src"].startswith("data:image/png;base64,") for a in pictures)
 
 
-def test_the_crossover_table_has_starts_gains_and_growth(outline, results):
+def test_the_crossover_table_has_starts_and_gains(outline, results):
     cells = outline.cells("crossovers")
     row = cells[cells.index("linear") :]
     gain = analysis.ratio(results, "linear", 16384, "forward")
     assert row[1] == "kernelized"
     assert row[2] == analysis.rounded(analysis.time_crossover(results, "linear", "forward").length)
     assert row[5].startswith(f"{gain.value:.3g}x ({gain.low:.3g} to {gain.high:.3g})")
-    assert row[9] == sq.info("linear").time
-    assert f"N^{analysis.memory_growth(results, 'linear'):.2f}" in row
+
+
+def test_the_growth_table_stands_beside_the_papers(outline, results):
+    cells = outline.cells("growth")
+    row = cells[cells.index("linear") :]
+    exponents = [
+        f"N^{analysis.time_growth(results, 'linear', 'forward'):.2f}",
+        f"N^{analysis.memory_growth(results, 'linear'):.2f}",
+    ]
+    info = sq.info("linear")
+    assert row[1:6] == [exponents[0], info.time, exponents[1], info.memory, info.paper]
 
 
 def test_every_status_has_its_reason(outline, results):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from subquad.bench import analysis
 from subquad.bench.compare import FILE, compare
 from subquad.bench.measure import configured
-from subquad.bench.plan import ORACLES, Plan, default_methods
+from subquad.bench.plan import LONGEST, ORACLES, Plan, default_methods
 from subquad.bench.results import BASELINE, Pass, Results, ResultsError, Setting, load
 from subquad.errors import InputError
 from subquad.mechanisms import Config, Local, Longformer, Pooled
@@ -23,6 +24,8 @@ _WINDOWED: dict[str, Callable[[int], Config]] = {
     "pooled": lambda window: Pooled(window=window),
 }
 
+_REACH = 16  # how many times the longest length measured an advice may go
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -33,6 +36,7 @@ class Advice:
         code: the line of Python to use.
         reasons: why, with figures.
         times_sdpa: how many times faster than SDPA, at the length asked for.
+        measured_to: the longest length that was measured; beyond it, figures are extrapolated.
         megabytes: what a forward pass adds to its inputs at its peak.
         error: relative error against exact softmax, on a model's inputs where the results have them, otherwise on random ones.
     """
@@ -41,6 +45,7 @@ class Advice:
     code: str
     reasons: tuple[str, ...]
     times_sdpa: float | None
+    measured_to: int
     megabytes: float | None
     error: float | None
 
@@ -55,7 +60,7 @@ def advise(
     key_padding_mask: bool = False,
     enable_gqa: bool = False,
     exact_window: int | None = None,
-    results: Results | Path | None = None,
+    results: Results | str | os.PathLike[str] | None = None,
     budget: float = 60.0,
 ) -> list[Advice]:
     """The two or three best mechanisms for sequences of `length` tokens, best first.
@@ -67,40 +72,55 @@ def advise(
         results: of a comparison, or the folder it wrote; by default a quick one is run now.
         budget: seconds that this quick one may take.
     """
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise InputError(f"length is a whole number of tokens, at least 1; got {length!r}.")
+    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= LONGEST:
+        raise InputError(f"length is a whole number of tokens from 1 to {LONGEST:,}; got {length!r}.")
     needs = {"is_causal": is_causal, "cross": cross, "decode": decode, "key_padding_mask": key_padding_mask}
     asked = [need for need, is_asked in {**needs, "enable_gqa": enable_gqa}.items() if is_asked]
     able = {name: config for name, config in _options(length, exact_window).items() if not config.reasons(asked)}
     kind: Pass = "decode" if decode else "training" if training else "forward"
     measured = _results(results, length, kind, is_causal, able, budget)
     rated = [r for name in able if (r := _rate(measured, name, able[name], length, kind)) is not None]
-    return [replace(advice, code=_code(advice.method, is_causal or decode)) for advice in _choose(rated, length, kind)]
+    return [replace(advice, code=_code(advice.method, is_causal and not cross)) for advice in _choose(rated, length, kind)]
 
 
 def _options(length: int, exact_window: int | None) -> dict[str, Config]:
     """What could be used, by name."""
     if exact_window is not None:
-        if isinstance(exact_window, bool) or not isinstance(exact_window, int) or exact_window < 0:
-            raise InputError(f"exact_window is a whole number of tokens, at least 0; got {exact_window!r}.")
-        return {"softmax": resolve("softmax"), **{name: build(exact_window) for name, build in _WINDOWED.items()}}
+        if isinstance(exact_window, bool) or not isinstance(exact_window, int) or exact_window < 1:
+            raise InputError(f"exact_window is a whole number of tokens, at least 1; got {exact_window!r}.")
+        windowed = {name: build(exact_window) for name, build in _WINDOWED.items() if exact_window < length - 1}
+        return {"softmax": resolve("softmax"), **windowed}
     return {name: configured(name, length) for name in ("softmax", *default_methods())}
 
 
 def _results(
-    given: Results | Path | None, length: int, kind: Pass, is_causal: bool, able: dict[str, Config], budget: float
+    given: Results | str | os.PathLike[str] | None,
+    length: int,
+    kind: Pass,
+    is_causal: bool,
+    able: dict[str, Config],
+    budget: float,
 ) -> Results:
     if isinstance(given, Results):
         found = given
+    elif isinstance(given, (str, os.PathLike)):
+        found = load(Path(given) / FILE if Path(given).is_dir() else Path(given))
     elif given is not None:
-        found = load(given / FILE if given.is_dir() else given)
+        raise InputError(f"results are those of a comparison, or the folder it wrote; got {given!r}.")
     else:
         found = _quick(length, kind, is_causal, able, budget)
     if not any(t.kind == kind and t.rounds for t in found.timings):
         raise ResultsError(f"these results have no {kind} times. Compare again with that pass, or leave the results out.")
     if found.setting.is_causal != is_causal and kind != "decode":
         word = "causal" if found.setting.is_causal else "bidirectional"
-        raise ResultsError(f"these results are of {word} attention. Compare again, or leave the results out.")
+        flag = "" if found.setting.is_causal else " --causal"
+        raise ResultsError(f"these results are of {word} attention. Compare with: subquad compare{flag} --out another-folder")
+    longest = max(t.length for t in found.timings if t.kind == kind and t.rounds)
+    if length > _REACH * longest:
+        raise ResultsError(
+            f"these results reach {longest:,} tokens, and {length:,} is more than {_REACH} times that. "
+            "Compare at longer lengths, or leave the results out."
+        )
     return found
 
 
@@ -119,17 +139,28 @@ def _quick(length: int, kind: Pass, is_causal: bool, able: dict[str, Config], bu
 
 def _rate(results: Results, name: str, config: Config, length: int, kind: Pass) -> Advice | None:
     """Figures at `length`, on a straight line of logarithms between the lengths measured."""
-    if name == "softmax":
-        return Advice(config, "", (), 1.0, _memory(results, BASELINE, length), 0.0)
-    times = [(n, r.value) for n in results.lengths if (r := analysis.ratio(results, name, n, kind)) is not None]
-    if not times:
+    measured = [t.length for t in results.of(kind) if t.rounds and t.method == (BASELINE if name == "softmax" else name)]
+    if not measured:
         return None
+    if name == "softmax":
+        return Advice(config, "", (), 1.0, max(measured), _memory(results, BASELINE, length), 0.0)
+    times = [(n, r.value) for n in results.lengths if (r := analysis.ratio(results, name, n, kind)) is not None]
     own = [f for f in results.facts if f.method == name]
     which = "real" if any("real" in f.errors for f in own) else "random"
     errors = [(f.length, f.errors[which]) for f in own if which in f.errors]
-    other = ", ".join(f"{o}={value}" for o, value in vars(configured(name, length)).items() if value != getattr(config, o))
-    reasons = (f"these figures are of {other}",) if other else ()
-    return Advice(config, "", reasons, _at(times, length), _memory(results, name, length), _at(errors, length))
+    reasons, slower = [], 1.0
+    if config != (usual := configured(name, length)):  # another window: its cost grows with it
+        window, known = getattr(config, "window", 1), getattr(usual, "window", 1)
+        slower = max(window / known, 1.0)
+        reasons.append(f"estimated from window={known}, which was measured")
+    if length > max(measured):
+        reasons.append(f"extrapolated: it was measured up to {max(measured):,} tokens")
+    if config.info.replaces_softmax:
+        reasons.append("another function than softmax: a model must be trained with it")
+    gain = _at(times, length)
+    gain = None if gain is None else gain / slower
+    memory, error = _memory(results, name, length), _at(errors, length)
+    return Advice(config, "", tuple(reasons), gain, max(measured), memory, error)
 
 
 def _memory(results: Results, name: str, length: int) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from subquad.bench.results import BASELINE, PASSES, Pass, Results, Timing
 
@@ -28,10 +28,14 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Crossing:
-    """From which length on a method beats the baseline: `length`; `at_most` where it did at the shortest one already."""
+    """From which length on a method beats the baseline: `length`; `at_most` where it did at the shortest one already.
+
+    Not `is_certain`: at the longest length measured the interval of the ratio has 1 inside.
+    """
 
     length: float
     at_most: bool = False
+    is_certain: bool = True
 
 
 def seconds(timing: Timing | None) -> float | None:
@@ -93,8 +97,16 @@ def crossover(gains: Sequence[tuple[int, float]]) -> Crossing | None:
 
 
 def time_crossover(results: Results, method: str, kind: Pass) -> Crossing | None:
-    ratios = [(n, ratio(results, method, n, kind)) for n in results.lengths]
-    return crossover([(n, r.value) for n, r in ratios if r is not None])
+    """By what was measured; predictions prove nothing."""
+    found = [(n, ratio(results, method, n, kind)) for n in results.lengths]
+    measured = [(n, r) for n, r in found if r is not None and not r.is_predicted]
+    crossing = crossover([(n, r.value) for n, r in measured])
+    return None if crossing is None else replace(crossing, is_certain=is_surely_faster(measured[-1][1]))
+
+
+def is_surely_faster(found: Ratio) -> bool:
+    """By the lower end of its interval, where it has one."""
+    return (found.value if found.low is None else found.low) > 1
 
 
 def memory_crossover(results: Results, method: str) -> Crossing | None:
@@ -109,16 +121,22 @@ def memory_crossover(results: Results, method: str) -> Crossing | None:
 def headline(results: Results, kind: Pass = "forward") -> str:
     """One sentence for the fastest method at the longest length where it was compared."""
     assert kind in PASSES
+    if not any(t.rounds for t in results.of(kind) if t.method != BASELINE):
+        none_can = results.refusals and not results.methods
+        return "None of the methods asked for can do this." if none_can else "Nothing is measured yet."
     for length in sorted(results.lengths, reverse=True):
         ratios = {m: ratio(results, m, length, kind) for m in results.methods if m != BASELINE}
-        measured = {m: r for m, r in ratios.items() if r is not None and not r.is_predicted and r.value > 1}
+        measured = {m: r for m, r in ratios.items() if r is not None and not r.is_predicted and is_surely_faster(r)}
         if not measured:
             continue
         best = max(measured, key=lambda m: measured[m].value)
         crossing = time_crossover(results, best, kind)
         start = "At every length here" if crossing is None or crossing.at_most else f"From {rounded(crossing.length)} tokens on"
         gain = f"at {length:,} tokens it is {measured[best].value:.1f}x faster"
-        return f"{start} {best} attention is faster than SDPA on this machine; {gain}."
+        fact = results.fact(best, length)
+        error = None if fact is None else fact.errors.get("random")
+        off = "" if error is None else f", its output {error:.0%} off on random inputs"
+        return f"{start} {best} attention is faster than SDPA on this machine; {gain}{off}."
     return "At the lengths measured here no method is faster than SDPA on this machine."
 
 

@@ -7,6 +7,7 @@ one length, and each is paired with the baseline of that round. Whatever is meas
 
 from __future__ import annotations
 
+import hashlib
 import random
 import shlex
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from subquad.bench import analysis
-from subquad.bench.machine import describe, free_memory
+from subquad.bench.machine import alone, describe, free_memory
+from subquad.bench.measure import saved_inputs
 from subquad.bench.plan import Plan, Progress, check, refusals_of, sample
 from subquad.bench.results import BASELINE, Facts, Pass, Results, ResultsError, Setting, Timing, load, save
 from subquad.bench.worker import Worker, WorkerError
@@ -44,15 +46,16 @@ def compare(
     """
     check(plan, setting)
     path = out / FILE
-    results = _begin(plan, setting, path, fresh)
-    save(results, path)
-    with Worker(setting, plan.qkv) as worker:
-        run = _Run(plan, results, worker, path, watch)
-        run.check_agreement()
-        run.first_sweep()
-        run.more_rounds()
-    results.finished = True
-    save(results, path)
+    with alone(out):
+        results = _begin(plan, setting, path, fresh)
+        save(results, path)
+        with Worker(setting, plan.qkv) as worker:
+            run = _Run(plan, results, worker, path, watch)
+            run.check_agreement()
+            run.first_sweep()
+            run.more_rounds()
+        results.finished = True
+        save(results, path)
     return results
 
 
@@ -70,6 +73,13 @@ def _begin(plan: Plan, setting: Setting, path: Path, fresh: bool) -> Results:
                 f"the results in {path} are of another setting or machine ({'; '.join(differ)}). "
                 "Choose another --out, or start over with --fresh."
             )
+    inputs = _fingerprint(plan.qkv) if plan.qkv is not None else results.inputs
+    if results.inputs and results.inputs != inputs:
+        raise ResultsError(
+            f"the errors in {path} are of the inputs {results.inputs}; got {inputs}. "
+            "Choose another --out, or start over with --fresh."
+        )
+    results.inputs = inputs
     results.methods = list(dict.fromkeys([*results.methods, *methods]))
     results.lengths = sorted({*results.lengths, *plan.lengths})
     results.refusals |= refusals
@@ -78,10 +88,15 @@ def _begin(plan: Plan, setting: Setting, path: Path, fresh: bool) -> Results:
     return results
 
 
+def _fingerprint(path: Path) -> str:
+    return f"{path.name} ({hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"
+
+
 class _Run:
     def __init__(self, plan: Plan, results: Results, worker: Worker, path: Path, watch: Callable[[Progress], None]) -> None:
         self.plan, self.results, self.worker, self.path, self.watch = plan, results, worker, path, watch
         self.methods = [m for m in plan.methods if m in results.methods and m != BASELINE]
+        self.saved_tokens = 0 if plan.qkv is None else saved_inputs(plan.qkv)[0].shape[2]
         self.begun, self.before = time.monotonic(), results.seconds
         self.shuffle = random.Random(0).shuffle
         self.costs: dict[tuple[int, Pass], float] = {}  # seconds of the last visit
@@ -196,7 +211,7 @@ class _Run:
         elif fact is not None and fact.status == "predicted" and "memory" in fact.why:
             why = fact.why
         if not why and not self._fits(length, kind, 1):
-            why = "the budget was spent on shorter lengths"
+            why = "the budget was spent before"
         if not why or expected is None:
             return True
         timing = self._timing(method, length, kind)
@@ -207,7 +222,8 @@ class _Run:
     def _facts(self, method: str, length: int) -> None:
         """Memory and errors, once."""
         known = self.results.fact(method, length)
-        if known is not None and known.status != "predicted":
+        lacks = method != BASELINE and length <= self.saved_tokens and known is not None and "real" not in known.errors
+        if known is not None and known.status != "predicted" and not lacks:
             return
         fact = known or Facts(method, length)
         if known is None:

@@ -14,6 +14,7 @@ from subquad.mechanisms import NEEDS, Config
 from subquad.registry import methods as all_methods
 from subquad.registry import resolve
 
+LONGEST = 2**24  # tokens
 ORACLES = ("softmax", "svd")  # the baseline itself, and a bound that is slow by definition: compared only if named
 
 
@@ -73,10 +74,10 @@ def check(plan: Plan, setting: Setting) -> None:
     if not plan.methods or not plan.lengths or not plan.passes:
         raise InputError("a comparison needs at least one method, one length and one pass.")
     for length in plan.lengths:
-        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= 2**24:
-            raise InputError(f"a length is a whole number of tokens from 1 to {2**24:,}; got {length!r}.")
+        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= LONGEST:
+            raise InputError(f"a length is a whole number of tokens from 1 to {LONGEST:,}; got {length!r}.")
     if not plan.budget > 0:
-        raise InputError(f"the budget is a time above 0; got {plan.budget}.")
+        raise InputError(f"the budget is a time above 0; got {plan.budget / 60:g} minutes.")
     if plan.qkv is not None:
         saved_inputs(plan.qkv)
     if setting.dtype not in ("float32", "bfloat16", "float16", "float64"):

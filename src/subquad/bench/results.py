@@ -85,6 +85,7 @@ class Results:
     refusals: dict[str, str] = field(default_factory=dict)  # methods that cannot do what is asked, and why
     seconds: float = 0.0  # spent so far
     finished: bool = False
+    inputs: str = ""  # the saved inputs of a model, on which errors were measured too: name and fingerprint of the file
 
     def timing(self, method: str, length: int, kind: Pass) -> Timing | None:
         return next((t for t in self.timings if (t.method, t.length, t.kind) == (method, length, kind)), None)
@@ -104,7 +105,7 @@ def save(results: Results, path: Path) -> None:
         write(path, text.encode())
     except OSError as error:
         raise ResultsError(
-            f"the results cannot be written to {path}: {error.strerror or error}. Choose another --out."
+            f"the results cannot be written to {path}: {error.strerror or error}. Choose another folder."
         ) from error
 
 
@@ -120,12 +121,12 @@ def load(path: Path) -> Results:
     except OSError as error:
         raise ResultsError(f"the results in {path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
-        raise ResultsError(f"{path} is not whole JSON ({error}). Move it away, or start over with --fresh.") from error
+        raise ResultsError(f"{path} is not whole JSON ({error}). Move it away, or compare anew with --fresh.") from error
     found = (saved.get("schema"), saved.get("version")) if isinstance(saved, dict) else (None, None)
     if found != (SCHEMA, VERSION):
         raise ResultsError(
             f"{path} must have schema {SCHEMA!r}, version {VERSION}; got {found[0]!r}, version {found[1]!r}. "
-            "It was written by another program or release: choose another --out, or start over with --fresh."
+            "It was written by another program or release: choose another folder, or compare anew with --fresh."
         )
     try:
         fields = {name: value for name, value in saved.items() if name not in ("schema", "version")}
@@ -134,4 +135,4 @@ def load(path: Path) -> Results:
         fields["facts"] = [Facts(**f) for f in fields["facts"]]
         return Results(**fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise ResultsError(f"{path} lacks what results of this version have ({error}). Start over with --fresh.") from error
+        raise ResultsError(f"{path} lacks what results of this version have ({error}). Compare anew with --fresh.") from error

@@ -14,10 +14,10 @@ _OTHERS = 48  # columns of the terminal beside those of the lengths, 8 each
 
 def table(results: Results, kind: Pass, width: int) -> Table:
     """How many times faster than SDPA each method is, at as many lengths as fit into `width` columns."""
-    title = f"Times faster than SDPA, {_NAMES[kind]} (~: predicted)"
+    title = f"Times faster than SDPA, {_NAMES[kind]} (~: predicted, ?: not certain)"
     shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
     shown.add_column("method", style="bold", no_wrap=True)
-    known = [n for n in results.lengths if any(t.length == n and t.rounds for t in results.of(kind))]
+    known = [n for n in results.lengths if any(t.length == n and analysis.seconds(t) for t in results.of(kind))]
     step = -(-len(known) // max(1, (width - _OTHERS) // 8))
     lengths = known[::-1][::step][::-1]
     for length in lengths:
@@ -43,16 +43,17 @@ def _ratio(ratio: analysis.Ratio | None) -> str:
     if ratio is None:
         return "-"
     text = f"{'~' if ratio.is_predicted else ''}{ratio.value:.2f}"
-    is_surely_faster = (ratio.value if ratio.low is None else ratio.low) > 1
-    return f"[green]{text}[/green]" if is_surely_faster else text
+    return f"[green]{text}[/green]" if analysis.is_surely_faster(ratio) else text
 
 
 def _crossing(crossing: analysis.Crossing | None) -> str:
     if crossing is None:
         return "-"
-    return f"<= {crossing.length:,.0f}" if crossing.at_most else analysis.rounded(crossing.length)
+    text = f"<= {crossing.length:,.0f}" if crossing.at_most else analysis.rounded(crossing.length)
+    return text if crossing.is_certain else f"{text}?"
 
 
 def _error(results: Results, method: str) -> str:
-    facts = [f for f in results.facts if f.method == method and "random" in f.errors]
-    return f"{facts[-1].errors['random']:.0%}" if facts else "-"
+    which = "real" if results.inputs else "random"
+    facts = sorted((f.length, f.errors[which]) for f in results.facts if f.method == method and which in f.errors)
+    return f"{facts[-1][1]:.0%}" if facts else "-"

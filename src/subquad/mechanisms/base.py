@@ -49,6 +49,7 @@ class Info:
         time, memory: cost of a forward pass, N queries, M keys, D channels, m features. Memory beyond inputs and output.
         state: size of the decode state after T tokens.
         exact: it computes softmax attention itself.
+        replaces_softmax: it is another function, not an estimate, and not exact over some pairs: a model is trained with it.
         parameters: what is learned, if anything.
         random: what is drawn from the seed, if anything.
         refuses: needs (see `NEEDS`) it cannot meet, each with the reason.
@@ -67,6 +68,7 @@ class Info:
     memory: str
     state: str = ""
     exact: bool = False
+    replaces_softmax: bool = False
     parameters: str = ""
     random: str = ""
     refuses: Mapping[str, str] = field(default_factory=dict)

@@ -23,6 +23,7 @@ INFO = Info(
     engine="kernelized",
     idea="softmax over channels for queries and over positions for keys: each channel is one global attention map",
     paper="Shen et al., 2018, Efficient Attention: Attention with Linear Complexities, arXiv:1812.01243",
+    replaces_softmax=True,
     time=TIME,
     memory=MEMORY,
     state=STATE,

@@ -24,6 +24,7 @@ INFO = Info(
     engine="low_rank",
     idea="a few learned points attend to all keys, and every query attends to what the points have read",
     paper="Lee et al., 2019, Set Transformer, arXiv:1810.00825",
+    replaces_softmax=True,
     time="O((N + M) m D)",
     memory="O((N + M) D)",
     parameters="the points",

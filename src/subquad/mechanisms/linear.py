@@ -22,6 +22,7 @@ INFO = Info(
     engine="kernelized",
     idea="elu(x) + 1 as features, so the sum over keys is computed once for all queries",
     paper="Katharopoulos et al., 2020, Transformers are RNNs, arXiv:2006.16236",
+    replaces_softmax=True,
     time=TIME,
     memory=MEMORY,
     state=STATE,

@@ -28,6 +28,7 @@ INFO = Info(
     engine="low_rank",
     idea="learned matrices compress keys and values along the sequence to a fixed number, to which softmax attends",
     paper="Wang et al., 2020, Linformer: Self-Attention with Linear Complexity, arXiv:2006.04768",
+    replaces_softmax=True,
     time="O((N + M) m D)",
     memory="O(M D)",
     parameters="the compressing matrices",

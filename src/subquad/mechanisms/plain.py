@@ -21,6 +21,7 @@ INFO = Info(
     engine="kernelized",
     idea="no softmax at all: Q (K^T V), scaled",
     paper="Shen et al., 2018, Efficient Attention (the scaling variant), arXiv:1812.01243",
+    replaces_softmax=True,
     time=TIME,
     memory=MEMORY,
     state=STATE,

@@ -32,6 +32,7 @@ INFO = Info(
     engine="kernelized",
     idea="random sines and cosines of unit vectors, their width learned, with a gate that forgets",
     paper="Peng et al., 2021, Random Feature Attention, arXiv:2103.02143",
+    replaces_softmax=True,
     time=TIME,
     memory=MEMORY,
     state=STATE,

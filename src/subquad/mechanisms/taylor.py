@@ -24,6 +24,7 @@ INFO = Info(
     engine="kernelized",
     idea="1 + cosine(q, k) as the weight: the softmax kernel's first-order expansion on unit vectors",
     paper="Li et al., 2020, Linear Attention Mechanism: An Efficient Attention for Semantic Segmentation, arXiv:2007.14902",
+    replaces_softmax=True,
     time=TIME,
     memory=MEMORY,
     state=STATE,

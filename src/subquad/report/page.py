@@ -52,6 +52,7 @@ def _contents(results: Results) -> dict[str, Any]:
         "legend": _legend(drawn),
         "pass_names": figures.PASS_NAMES,
         "crossovers": tables.crossovers(results),
+        "growth": tables.growth(results),
         "capabilities": tables.capabilities(results),
         "not_run": tables.not_run(results),
         "predictions": tables.predictions(results),

@@ -49,24 +49,38 @@ def crossovers(results: Results) -> Table:
     gains = {kind: _longest(results, kind) for kind in figures.measured_passes(results)}
     usual = {kind: Counter(n for n, _ in found.values()).most_common(1)[0][0] for kind, found in gains.items() if found}
     headings += [f"{kind} gain at {usual[kind]:,}" if kind in usual else f"{kind} gain" for kind in gains]
-    headings += ["time grows as", "on paper", "memory grows as", "memory on paper"]
-    table = Table("crossovers", "From which length a method beats SDPA, by how much, and how it grows.", headings)
+    table = Table("crossovers", "From which length a method beats SDPA, and by how much.", headings)
     for method in figures.shown_methods(results):
         facts = record(method)
         is_baseline = method == BASELINE
         starts = [analysis.time_crossover(results, method, kind) for kind in ("forward", "training")]
         starts.append(analysis.memory_crossover(results, method))
-        paper = record("softmax") if is_baseline else facts
+        measured = [any(t.rounds for t in results.of(kind)) for kind in ("forward", "training")]
+        measured.append(True)
         table.rows.append(
             [
                 _name(method),
                 _word("reference" if is_baseline else facts.engine.replace("_", "-") if facts is not None else ""),
-                *(_NONE if is_baseline else _start(start) for start in starts),
+                *(_NONE if is_baseline or not known else _start(start) for start, known in zip(starts, measured, strict=True)),
                 *(_gain(found.get(method), usual.get(kind, 0)) for kind, found in gains.items()),
+            ]
+        )
+    return table
+
+
+def growth(results: Results) -> Table:
+    headings = ["method", "time grows as", "time on paper", "memory grows as", "memory on paper", "paper"]
+    table = Table("growth", "How time and memory grow with the length.", headings)
+    for method in figures.shown_methods(results):
+        paper = record("softmax" if method == BASELINE else method)
+        table.rows.append(
+            [
+                _name(method),
                 _growth(analysis.time_growth(results, method, "forward")),
                 _word(paper.time if paper is not None else ""),
                 _growth(analysis.memory_growth(results, method)),
                 _word(paper.memory if paper is not None else ""),
+                _word(paper.paper if paper is not None else ""),
             ]
         )
     return table
@@ -165,6 +179,7 @@ def machine(results: Results) -> list[tuple[str, str]]:
         "dtype": setting.dtype,
         "direction": "causal" if setting.is_causal else "bidirectional",
         "lengths": ", ".join(f"{n:,}" for n in results.lengths),
+        "errors on": f"random inputs{f', {results.inputs}' if results.inputs else ''}",
         "command": results.command,
         "spent": f"{results.seconds:,.0f} s",
     }
@@ -205,7 +220,8 @@ def _able(method: str, need: str) -> Cell:
 def _start(start: analysis.Crossing | None) -> Cell:
     if start is None:
         return Cell("never here", None, "none")
-    return Cell(f"≤ {start.length:,.0f}" if start.at_most else analysis.rounded(start.length), float(start.length))
+    text = f"≤ {start.length:,.0f}" if start.at_most else analysis.rounded(start.length)
+    return Cell(text if start.is_certain else f"{text}, not certain", float(start.length))
 
 
 def _longest(results: Results, kind: Pass) -> dict[str, tuple[int, analysis.Ratio]]:

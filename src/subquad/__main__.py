@@ -1,0 +1,5 @@
+"""`python -m subquad`: the command line."""
+
+from subquad.cli import main
+
+main()
