@@ -10,7 +10,9 @@ from benchmarks import peers
 
 import subquad as sq
 from subquad import models
+from subquad.bench import analysis, load
 from subquad.models.configuration import POSITIONS
+from subquad.report import figures
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -83,6 +85,34 @@ def measured_rows():
 def test_the_figures_are_the_measured_ones():
     shown = re.search(r"engines\.json -->\n(.*?)<!-- end -->", README, flags=re.DOTALL)[1].strip().splitlines()[2:]
     assert shown == list(measured_rows())
+
+
+def compare_rows():
+    """From which length it pays, and the gain, time's growth and the error at the longest."""
+    results = load(ROOT / "docs" / "compare" / "results.json")
+    longest = max(results.lengths)
+    for method in results.methods:
+        starts = [analysis.time_crossover(results, method, kind) for kind in ("forward", "training")]
+        gain = analysis.ratio(results, method, longest, "forward")
+        growth = analysis.time_growth(results, method, "forward")
+        error = max((f.length, f.errors["random"]) for f in results.facts if f.method == method)[1]
+        cells = [*map(start_cell, starts), figures.against(gain), f"N^{growth:.2f}", f"{error:.2f}"]
+        yield " | ".join([f"| `{method}`", *cells]) + " |"
+
+
+def start_cell(start):
+    if start is None:
+        return "-"
+    text = f"at most {start.length:,.0f}" if start.at_most else analysis.rounded(start.length)
+    return text if start.is_certain else f"{text}?"
+
+
+def test_the_comparison_is_the_measured_one():
+    shown = re.search(r"compare/results\.json -->\n(.*?)<!-- end -->", README, flags=re.DOTALL)[1].strip().splitlines()[2:]
+    assert shown == list(compare_rows())
+    results = load(ROOT / "docs" / "compare" / "results.json")
+    assert f"`{results.command.replace(' --out docs/compare', '')}`" in " ".join(README.split())
+    assert analysis.headline(results) in " ".join(README.split())
 
 
 def decode_rows():

@@ -120,7 +120,7 @@ def _lines(
             x=alt.X("length:Q", scale=along, axis=axis, title="tokens"),
             y=alt.Y(
                 "value:Q",
-                scale=alt.Scale(type="log", base=base, nice=False, padding=10),
+                scale=alt.Scale(type="log", base=base, nice=False, padding=22),
                 axis=_axis(alt, label, (1, 3)) if base == 10 else alt.Axis(labelExpr=label, tickCount=6),
                 title=title,
             ),
