@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from benchmarks import decode, peers
+from benchmarks import decode, peers, roofline
 from benchmarks.implementations import Peer, Side, ours
 
 import subquad as sq
@@ -240,3 +240,13 @@ def test_bad_arguments_to_peers(arguments, said, capsys):
     with pytest.raises(SystemExit):
         peers.main(arguments)
     assert said in capsys.readouterr().err
+
+
+def test_a_share_of_the_limit_for_every_method(tmp_path):
+    out = tmp_path / "roofline.json"
+    roofline.main(["--lengths", "128", "--rounds", "2", "--out", str(out)])
+    cells = {(c["method"], c["is_causal"]): c for c in json.loads(out.read_text())["cells"]}
+    assert {m for m, _ in cells} == set(roofline.METHODS)
+    assert all(c["share"] > 0 and c["limit_milliseconds"] > 0 for c in cells.values())
+    assert cells["linear", True]["gigaflop"] == pytest.approx(8 * 128 * 4 * 64 * 64 / 1e9, abs=1e-3)
+    assert cells["local", False]["gigaflop"] == pytest.approx(8 * 128 * 128 * 4 * 64 / 1e9, abs=1e-3)  # it sees all

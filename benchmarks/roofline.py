@@ -1,0 +1,135 @@
+"""How near each mechanism comes to what this machine can do.
+
+    python benchmarks/roofline.py --out benchmarks/roofline.json
+
+Two limits are measured: products of matrices, and memory, by copying. A forward pass must do at least so many multiplications
+and additions, and read its inputs and write its output; the longer of the two is its limit. `share` is the limit over the time
+taken. Work that a formulation adds on top, such as exponentials, masks, sorting, or what a causal chunk computes twice, is not
+in the limit. Limits and mechanisms take turns in rounds, and a share is of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import subquad as sq
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
+from benchmarks.common import command, machine, middle, new_table, numbers, write
+from benchmarks.engines import HEAD_DIM, HEADS, directions, resolve_at, runner, timed
+from subquad.report.attention_map import attention_map
+
+METHODS = [name for name in sq.methods() if name not in ("softmax", "svd", "rfa", "clustered", "pooled")]
+SIDE = 1024  # of the matrices whose product is the limit
+COPIED = 2**26  # bytes of the copy that is the limit of memory
+_MAPPED = 4096  # tokens at most on which pairs are counted
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=",".join(METHODS), help="names, separated by commas")
+    parser.add_argument("--lengths", default="4096,16384")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
+    results: dict[str, Any] = {
+        "command": command(__file__, given),
+        "machine": machine(),
+        "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
+        "cells": [],
+    }
+    for length in numbers(options.lengths):
+        for is_causal in (False, True):
+            results["cells"] += measure(options.methods.split(","), length, is_causal, options.rounds)
+            if options.out:
+                write(options.out, results)
+    show(results)
+
+
+def measure(methods: Sequence[str], length: int, is_causal: bool, rounds: int) -> list[dict[str, Any]]:
+    able = [m for m in methods if is_causal in directions(m, length)]
+    runs: dict[str, Callable[[], object]] = {"product": _product(), "copy": _copy()}
+    runs |= {method: runner(method, length, is_causal, "forward") for method in able}
+    label = f"{length:,} tokens{', causal' if is_causal else ''}"
+    taken = timed(runs, rounds, "forward", label)
+    flops = [2 * SIDE**3 / t for t in taken["product"]]
+    bandwidth = [2 * COPIED / t for t in taken["copy"]]
+    cells = []
+    for method in able:
+        work, traffic = operations(method, length, is_causal), 4 * length * HEADS * HEAD_DIM * 4
+        limits = [max(work / f, traffic / b) for f, b in zip(flops, bandwidth, strict=True)]
+        shares = [limit / t for limit, t in zip(limits, taken[method], strict=True)]
+        cells.append(
+            {
+                "method": method,
+                "length": length,
+                "is_causal": is_causal,
+                "gigaflop": round(work / 1e9, 3),
+                "megabytes": round(traffic / 1e6, 3),
+                "limit_milliseconds": round(sorted(limits)[rounds // 2] * 1e3, 3),
+                "milliseconds": round(sorted(taken[method])[rounds // 2] * 1e3, 3),
+                "share": round(sorted(shares)[rounds // 2], 3),
+                "share_80_percent": [round(edge, 3) for edge in middle(shares)],
+                "product_gigaflops": round(sorted(flops)[rounds // 2] / 1e9, 1),
+                "copy_gigabytes": round(sorted(bandwidth)[rounds // 2] / 1e9, 1),
+            }
+        )
+    return cells
+
+
+def operations(method: str, length: int, is_causal: bool) -> float:
+    """Multiplications and additions that a forward pass of all heads cannot do without."""
+    config: Any = resolve_at(method, length)
+    engine = config.info.engine
+    if engine == "kernelized":
+        features = getattr(config, "features", HEAD_DIM)
+        products = 4 * features * HEAD_DIM  # into the sums, and out of them
+        maps = 4 * features * HEAD_DIM if hasattr(config, "features") else 0
+        return float(HEADS * length * (products + maps))
+    if method == "linformer":  # two compressions, then attention to what is left
+        return float(HEADS * length * config.rank * HEAD_DIM * 8)
+    if method == "nystrom":  # attention to and from the landmarks, and the inverse
+        m = config.landmarks
+        return float(HEADS * (length * m * HEAD_DIM * 8 + config.iterations * 4 * 2 * m**3))
+    if method == "induced":
+        return float(HEADS * length * config.points * HEAD_DIM * 8)
+    mapped = min(length, _MAPPED)
+    share = attention_map(resolve_at(method, mapped), length=mapped, heads=1, head_dim=HEAD_DIM, is_causal=is_causal).share
+    assert share is not None
+    keys = share * mapped  # of a query, on average
+    if engine == "block_sparse" and method.startswith("sparse"):
+        keys *= (length / mapped) ** 0.5  # the stride grows with the root
+    return 4 * HEADS * length * keys * HEAD_DIM
+
+
+def _product() -> Callable[[], object]:
+    a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    out = torch.empty_like(a)
+    return lambda: torch.matmul(a, b, out=out)
+
+
+def _copy() -> Callable[[], object]:
+    a = torch.randn(COPIED // 4)
+    out = torch.empty_like(a)
+    return lambda: out.copy_(a)
+
+
+def show(results: dict[str, Any]) -> None:
+    table = new_table("Share of the limit, forward", "method", "length", "causal", "limit ms", "ms", "share", "80% of rounds")
+    for c in results["cells"]:
+        low, high = c["share_80_percent"]
+        figures = (f"{c['limit_milliseconds']:.2f}", f"{c['milliseconds']:.2f}", f"{c['share']:.2f}", f"{low:.2f} - {high:.2f}")
+        table.add_row(c["method"], f"{c['length']:,}", "yes" if c["is_causal"] else "no", *figures)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
