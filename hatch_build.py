@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -40,8 +41,12 @@ class Loops(BuildHookInterface):
         if compiler is None:
             self.app.display_warning("No C++ compiler: subquad runs on PyTorch alone, which is slower.")
             return False
+        target.unlink(missing_ok=True)  # what does not compile now is not to be found, either
         unfinished = target.with_suffix(".part")
-        command = [*compiler.split(), *ALWAYS, *flags, *map(str, sorted(FOLDER.glob("*.cpp"))), "-o", str(unfinished)]
+        sources = sorted(path for ending in ("*.cpp", "*.h") for path in FOLDER.glob(ending))
+        fingerprint = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()  # native.library asks for it
+        files = [str(path) for path in sources if path.suffix == ".cpp"]
+        command = [*compiler.split(), *ALWAYS, *flags, f'-DSOURCES="{fingerprint}"', *files, "-o", str(unfinished)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             problem = done.stderr if done.returncode else ""

@@ -3,6 +3,7 @@
 import platform
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,17 @@ needs_loops = pytest.mark.skipif(native.library() is None, reason="the loops are
 def test_they_are_there_where_they_can_be():
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         assert native.library() is not None
+
+
+def test_loops_of_other_sources_are_not_used(tmp_path, monkeypatch):
+    folder = tmp_path / "native"
+    shutil.copytree(Path(native.__file__).parent, folder)
+    monkeypatch.setattr(native, "__file__", str(folder / "__init__.py"))
+    is_there = native.library.__wrapped__() is not None
+    (folder / "vectors.h").write_text("// another")
+    if is_there:
+        with pytest.warns(UserWarning, match="is of other sources"):
+            assert native.library.__wrapped__() is None
 
 
 def tensors(queries, keys, *, heads=4, kv_heads=4, dim=17, value_dim=13, dtype=torch.float64, scale=1.0, seed=0):

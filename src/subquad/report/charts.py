@@ -153,13 +153,14 @@ def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_pa
     rows = rows if in_page else _with_places(rows, kinds)
     tips = {"method": "method", "tokens": "tokens", "relative": "relative error", "against": "times faster than SDPA (95%)"}
     across, up = (alt.Scale(type="log", nice=False, padding=padding) for padding in (_ACROSS, _UP))
+    errors, gains = ([row[name] for row in rows] for name in ("error", "gain"))
     points = (
         alt.Chart(alt.NamedData(name="rows"), name="points")
         .transform_filter(_drawn(kinds))
         .mark_point(filled=True, size=110, opacity=1)
         .encode(
-            x=alt.X("error:Q", scale=across, title="relative error", axis=_axis(alt, _PLAIN, (1, 2, 5))),
-            y=alt.Y("gain:Q", scale=up, title="times faster than SDPA", axis=_axis(alt, _PLAIN, (1, 2, 5))),
+            x=alt.X("error:Q", scale=across, title="relative error", axis=_axis(alt, _PLAIN, _digits(errors))),
+            y=alt.Y("gain:Q", scale=up, title="times faster than SDPA", axis=_axis(alt, _PLAIN, _digits([1, *gains]))),
             color=colour,
             shape=shape,
             tooltip=[alt.Tooltip(field, type="nominal", title=title) for field, title in tips.items()],
@@ -230,6 +231,11 @@ def _axis(alt: Any, label: str, digits: Sequence[int]) -> Any:
     is_round = f"indexof([{', '.join(map(str, digits))}], {_DIGIT}) >= 0"
     seen = alt.condition(is_round, alt.value(1), alt.value(0))
     return alt.Axis(labelExpr=f"{is_round} ? {label} : ''", gridOpacity=seen, tickOpacity=seen, labelOverlap=True)
+
+
+def _digits(values: Sequence[float]) -> Sequence[int]:
+    """First digits that ticks may have: the usual ones, or all where values are so near that none of those may lie between."""
+    return (1, 2, 5) if max(values) >= 5 * min(values) else range(1, 10)
 
 
 def _drawn(kinds: Sequence[str]) -> str:

@@ -8,7 +8,9 @@ the tests: `disabled` turns to it, as does the environment variable SUBQUAD_NATI
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -37,9 +39,15 @@ def library() -> ctypes.CDLL | None:
     """The loops for this processor, or None."""
     path = Path(__file__).with_name(f"loops.{torch.backends.cpu.get_cpu_capability().lower()}.so")
     try:
-        return ctypes.CDLL(str(path))
+        found = ctypes.CDLL(str(path))
     except OSError:  # not built, or for another machine
         return None
+    found.subquad_sources.restype = ctypes.c_char_p
+    sources = sorted(source for ending in ("*.cpp", "*.h") for source in path.parent.glob(ending))
+    if found.subquad_sources().decode() != hashlib.sha256(b"".join(s.read_bytes() for s in sources)).hexdigest():
+        warnings.warn(f"{path.name} is of other sources, and PyTorch does its work: install subquad again.", stacklevel=2)
+        return None
+    return found
 
 
 def can_take(*tensors: Tensor | None) -> bool:

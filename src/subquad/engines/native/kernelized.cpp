@@ -21,6 +21,7 @@
 #include "backward.h"
 
 extern "C" {
+const char* subquad_sources() { return SOURCES; }  // the fingerprint of what this was compiled from
 void subquad_forward_float32(const subquad::Call* call) { subquad::forward<float>(*call); }
 void subquad_forward_float64(const subquad::Call* call) { subquad::forward<double>(*call); }
 void subquad_backward_float32(const subquad::Call* call) { subquad::backward<float>(*call); }
