@@ -164,6 +164,7 @@ def test_errors_on_the_inputs_of_a_model(tmp_path):
     [
         ({"query": torch.zeros(1, 1, 2, 2)}, "tensors named query, key and value; got query"),
         ({"query": torch.zeros(2, 2), "key": torch.zeros(2, 2), "value": torch.zeros(2, 2)}, "must have one shape"),
+        (dict.fromkeys(("query", "key", "value"), torch.full((1, 2, 64, 4), torch.nan)), "must be finite; got NaN"),
         (None, "cannot be read as saved tensors"),
     ],
 )
