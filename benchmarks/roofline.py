@@ -11,6 +11,7 @@ in the limit. Limits and mechanisms take turns in rounds, and a share is of one 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,12 +75,12 @@ def measure(methods: Sequence[str], length: int, is_causal: bool, rounds: int) -
                 "is_causal": is_causal,
                 "gigaflop": round(work / 1e9, 3),
                 "megabytes": round(traffic / 1e6, 3),
-                "limit_milliseconds": round(sorted(limits)[rounds // 2] * 1e3, 3),
-                "milliseconds": round(sorted(taken[method])[rounds // 2] * 1e3, 3),
-                "share": round(sorted(shares)[rounds // 2], 3),
+                "limit_milliseconds": round(statistics.median(limits) * 1e3, 3),
+                "milliseconds": round(statistics.median(taken[method]) * 1e3, 3),
+                "share": round(statistics.median(shares), 3),
                 "share_80_percent": [round(edge, 3) for edge in middle(shares)],
-                "product_gigaflops": round(sorted(flops)[rounds // 2] / 1e9, 1),
-                "copy_gigabytes": round(sorted(bandwidth)[rounds // 2] / 1e9, 1),
+                "product_gigaflops": round(statistics.median(flops) / 1e9, 1),
+                "copy_gigabytes": round(statistics.median(bandwidth) / 1e9, 1),
             }
         )
     return cells

@@ -262,15 +262,17 @@ def advise(
 ) -> None:
     """What to use for a workload, with the measured reasons."""
     from subquad.bench import advise as ask
+    from subquad.bench.advise import stored
 
     usual = Path("subquad-compare")
     needs: dict[str, Any] = {"is_causal": causal or decode, "cross": cross, "decode": decode, "training": training}
     needs |= {"key_padding_mask": padding, "exact_window": exact_window}
     try:
-        given = results if results is not None else usual if (usual / "results.json").exists() else None
+        path = results if results is not None else usual if (usual / "results.json").exists() else None
+        given = None if path is None else stored(path)
         found = ask(length, results=given, **needs)
     except SubquadError as error:
-        if results is not None or given is None:
+        if results is not None or path is None:
             raise
         Console(stderr=True).print(f"[dim]{escape(str(usual))} does not fit ({escape(str(error))}); a quick one is run.[/dim]")
         found, given = ask(length, **needs), None
@@ -279,7 +281,7 @@ def advise(
         typer.echo(json.dumps(records, indent=2))
         return
     console = Console(highlight=False)
-    console.print(f"Measured {_where(given)}", style="dim")
+    console.print(f"Measured {_where(given, path)}", style="dim")
     for advice in found:
         console.print(advice.method.info.name, style="bold")
         for reason in advice.reasons:
@@ -287,19 +289,16 @@ def advise(
         console.print(f"  {escape(advice.code)}", style="cyan")
 
 
-def _where(given: Path | None) -> str:
+def _where(results: Any, path: Path | None) -> str:
     """What an advice rests on."""
-    from subquad.bench import load
-    from subquad.bench.compare import FILE
     from subquad.bench.machine import describe
 
-    if given is None:
+    if results is None:
         return "just now, on this machine."
-    results = load(given / FILE if given.is_dir() else given)
     here = describe(results.setting)
     place = "this machine" if results.machine.get("processor") == here.get("processor") else "another machine than this"
     shape = f"{results.setting.heads} heads of {results.setting.head_dim} channels, {results.setting.dtype}"
-    return f"in {given}, on {place}: {results.machine.get('processor')}, {results.setting.threads} threads, {shape}."
+    return f"in {path}, on {place}: {results.machine.get('processor')}, {results.setting.threads} threads, {shape}."
 
 
 def _configured(method: str, options: list[str]) -> Config:

@@ -16,8 +16,8 @@ import torch
 import subquad as sq
 from subquad.bench import Plan, ResultsError, Setting, compare, load
 from subquad.bench.compare import FILE
-from subquad.bench.machine import alone
 from subquad.bench.measure import DisagreementError, call, error, inputs, peak_bytes, require_agreement
+from subquad.bench.results import alone
 from subquad.bench.worker import Worker, WorkerError
 
 SETTING = Setting(heads=2, head_dim=16, threads=1)

@@ -104,7 +104,7 @@ def _results(
     if isinstance(given, Results):
         found = given
     elif isinstance(given, (str, os.PathLike)):
-        found = load(Path(given) / FILE if Path(given).is_dir() else Path(given))
+        found = stored(given)
     elif given is not None:
         raise InputError(f"results are those of a comparison, or the folder it wrote; got {given!r}.")
     else:
@@ -122,6 +122,11 @@ def _results(
             "Compare at longer lengths, or leave the results out."
         )
     return found
+
+
+def stored(path: str | os.PathLike[str]) -> Results:
+    """The results in the folder of a comparison, or in its file."""
+    return load(Path(path) / FILE if Path(path).is_dir() else Path(path))
 
 
 def _quick(length: int, kind: Pass, is_causal: bool, able: dict[str, Config], budget: float) -> Results:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from subquad.bench import analysis
-from subquad.bench.machine import alone, describe, free_memory
+from subquad.bench.machine import describe, free_memory
 from subquad.bench.measure import saved_inputs
 from subquad.bench.plan import Plan, Progress, check, refusals_of, sample
-from subquad.bench.results import BASELINE, Facts, Pass, Results, ResultsError, Setting, Timing, load, save
+from subquad.bench.results import BASELINE, Facts, Pass, Results, ResultsError, Setting, Timing, alone, load, save
 from subquad.bench.worker import Worker, WorkerError
 
 FILE = "results.json"

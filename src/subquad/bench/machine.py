@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import subquad
-from subquad.bench.results import ResultsError, Setting
+from subquad.bench.results import Setting
 
 
 def describe(setting: Setting) -> dict[str, Any]:
@@ -56,25 +54,3 @@ def free_memory() -> float:
     if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return float("inf")
-
-
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """While nobody else compares into `folder`: two would overwrite and disturb each other."""
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        yield
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        why = error.strerror or error
-        raise ResultsError(f"the results cannot be written to {folder}: {why}. Choose another folder.") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with the process, however that ends
-        except OSError:
-            raise ResultsError(f"another comparison is writing to {folder}. Wait for it, or choose another --out.") from None
-        yield

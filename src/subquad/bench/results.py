@@ -6,6 +6,7 @@ A *cell* is one quantity of one method at one length. Times come in rounds: each
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -136,3 +137,25 @@ def load(path: Path) -> Results:
         return Results(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise ResultsError(f"{path} lacks what results of this version have ({error}). Compare anew with --fresh.") from error
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """While nobody else compares into `folder`: two would overwrite and disturb each other."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        why = error.strerror or error
+        raise ResultsError(f"the results cannot be written to {folder}: {why}. Choose another folder.") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with the process, however that ends
+        except OSError:
+            raise ResultsError(f"another comparison is writing to {folder}. Wait for it, or choose another --out.") from None
+        yield

@@ -14,7 +14,7 @@ B batch, H query heads, K key-value heads, n tokens, D channels, R rounds, C tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -82,9 +82,7 @@ def _whole(
         query_bucket, key_bucket = (t.masked_fill(~mask[:, None, None], rule.buckets) for t in (query_bucket, key_bucket))
     rule = replace(rule, chunk=min(rule.chunk, query.shape[2]))
     if native.can_take(query, key, value, query_bucket, key_bucket):
-        fields = {"rounds": rule.rounds, "buckets": rule.buckets, "chunk": rule.chunk}
-        flags = {"is_shared": int(rule.shared), "is_causal": int(rule.is_causal)}
-        return compiled.attend(query, key, value, query_bucket, key_bucket, {**fields, **flags}, scale).to(query.dtype)
+        return compiled.attend(query, key, value, query_bucket, key_bucket, asdict(rule), scale).to(query.dtype)
     group = query.shape[1] // key.shape[1]
     outs = []
     for head in range(query.shape[1]):  # one at a time: the masks of all would be large

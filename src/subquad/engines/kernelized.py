@@ -96,20 +96,26 @@ def attend(
 ) -> tuple[Tensor, Parts | None]:
     """Attention of query (B, H, N, D) to key (B, K, M, D), value (B, K, M, Dv): output (B, H, N, Dv), and the sums."""
     sums: Sums = dict(past or {})  # type: ignore[arg-type]
-    if _is_compiled(query, key, value, kernel, sums, return_state):
-        return _run_compiled(query, key, value, kernel, is_causal, key_padding_mask, sums, return_state)
+    run = _by_loops if _is_compiled(query, key, value, kernel, sums, return_state) else _by_pytorch
+    out = run(query, key, value, kernel, is_causal, key_padding_mask, sums)
+    return out.to(query.dtype), {**sums} if return_state else None
+
+
+def _by_pytorch(
+    query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, is_causal: bool, key_padding_mask: Tensor | None, sums: Sums
+) -> Tensor:
+    """The output; `sums` take the keys in."""
     source = _Source(key, value, key_padding_mask, kernel.log_gate)
     walk = _causal if is_causal and query.shape[2] != 1 else _bidirectional  # a single query sees every key, its own included
     if _whole(query, key, value, kernel.log_gate, *kernel.weights):
         pieces = walk(query, source, kernel, sums, max(query.shape[2], key.shape[2], 1))
-        out = torch.cat(list(pieces), dim=2).to(query.dtype)
-    else:
-        rows = max(_PIECE // kernel.features, _ROWS)
-        chunks = rows // max(query.shape[0] * query.shape[1] * CHUNK, 1)
-        out, start = query.new_empty(*query.shape[:3], value.shape[-1]), 0
-        for piece in walk(query, source, kernel, sums, max(chunks, 1) * CHUNK):
-            out[:, :, start : (start := start + piece.shape[2])] = piece
-    return out, {**sums} if return_state else None
+        return torch.cat(list(pieces), dim=2)
+    rows = max(_PIECE // kernel.features, _ROWS)
+    chunks = rows // max(query.shape[0] * query.shape[1] * CHUNK, 1)
+    out, start = query.new_empty(*query.shape[:3], value.shape[-1]), 0
+    for piece in walk(query, source, kernel, sums, max(chunks, 1) * CHUNK):
+        out[:, :, start : (start := start + piece.shape[2])] = piece
+    return out
 
 
 def _is_compiled(query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, sums: Sums, return_state: bool) -> bool:
@@ -120,23 +126,17 @@ def _is_compiled(query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, sums
     return not is_recorded(*kernel.weights) and not (has_state and is_recorded(query, key, value, *sums.values()))
 
 
-def _run_compiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel: Kernel,
-    is_causal: bool,
-    key_padding_mask: Tensor | None,
-    sums: Sums,
-    return_state: bool,
-) -> tuple[Tensor, Parts | None]:
+def _by_loops(
+    query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, is_causal: bool, key_padding_mask: Tensor | None, sums: Sums
+) -> Tensor:
+    """The output; `sums` take the keys in, where no graph is recorded."""
     if is_recorded(query, key, value):
-        out, *_ = _Compiled.apply(query, key, value, key_padding_mask, kernel, is_causal)  # type: ignore[no-untyped-call]
-        return out.to(query.dtype), None
+        return _Compiled.apply(query, key, value, key_padding_mask, kernel, is_causal)[0]  # type: ignore[no-untyped-call]
     out, after, _ = compiled.forward(
-        query, key, value, key_padding_mask, **_loops(kernel, is_causal), past=sums, return_sums=return_state
+        query, key, value, key_padding_mask, **_loops(kernel, is_causal), past=sums, return_sums=True
     )
-    return out.to(query.dtype), {**after} if return_state else None
+    sums |= after
+    return out
 
 
 def _loops(kernel: Kernel, is_causal: bool) -> dict[str, Any]:
@@ -176,8 +176,9 @@ class _Compiled(torch.autograd.Function):
             loops = _loops(ctx.kernel, ctx.is_causal)
             grads = compiled.backward(grad, query, key, value, mask, out, divisors, before, **loops)
             return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None, None
-        with native.disabled():  # a gradient that has gradients itself
-            again = attend(query, key, value, ctx.kernel, is_causal=ctx.is_causal, key_padding_mask=mask)[0]
+        again = _by_pytorch(query, key, value, ctx.kernel, ctx.is_causal, mask, {}).to(
+            grad.dtype
+        )  # its gradients have gradients
         needed = [x for x, is_needed in zip((query, key, value), ctx.needs_input_grad, strict=False) if is_needed]
         found = iter(torch.autograd.grad(again, needed, grad, create_graph=True, materialize_grads=True))
         return *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[:3]), None, None, None

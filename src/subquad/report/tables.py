@@ -50,13 +50,12 @@ def crossovers(results: Results) -> Table:
     usual = {kind: Counter(n for n, _ in found.values()).most_common(1)[0][0] for kind, found in gains.items() if found}
     headings += [f"{kind} gain at {usual[kind]:,}" if kind in usual else f"{kind} gain" for kind in gains]
     table = Table("crossovers", "From which length a method beats SDPA, and by how much.", headings)
+    measured = [*(any(t.rounds for t in results.of(kind)) for kind in ("forward", "training")), True]
     for method in figures.shown_methods(results):
         facts = record(method)
         is_baseline = method == BASELINE
         starts = [analysis.time_crossover(results, method, kind) for kind in ("forward", "training")]
         starts.append(analysis.memory_crossover(results, method))
-        measured = [any(t.rounds for t in results.of(kind)) for kind in ("forward", "training")]
-        measured.append(True)
         table.rows.append(
             [
                 _name(method),

@@ -22,8 +22,8 @@ struct Gradients {
     std::vector<T> e;
 
     explicit Gradients(const Problem<T>& p)
-        : S_t(p.E, p.F), R(p.F, p.E), R_t(p.E, p.F), z(1, p.F), r(1, p.F), out(CHUNK, p.E), G(CHUNK, p.E), G_t(p.E, CHUNK), value_t(p.E, CHUNK),
-          phi_t(p.F, CHUNK), d_phi(CHUNK, p.F), d_x(CHUNK, p.D), d_value(CHUNK, p.E), tail(CHUNK, p.F), e(CHUNK) {}
+        : S_t(p.E, p.F), R(p.F, p.E), R_t(p.E, p.F), z(1, p.F), r(1, p.F), out(CHUNK, p.E), G(CHUNK, p.E),
+          G_t(p.E, CHUNK), value_t(p.E, CHUNK), phi_t(p.F, CHUNK), d_phi(CHUNK, p.F), d_x(CHUNK, p.D), d_value(CHUNK, p.E), tail(CHUNK, p.F), e(CHUNK) {}
 
     void clear() {
         for (Matrix<T>* x : {&S_t, &R, &R_t, &z, &r}) x->clear();
@@ -43,27 +43,6 @@ struct Gradients {
     }
 };
 
-// Weighs the columns, by feature, from one level to another.
-template <class T>
-void decay_columns(const Matrix<T>& x, const std::vector<T>& from, const std::vector<T>& to) {
-    if (from == to) return;
-    for (Index f = 0; f < x.columns; ++f) {
-        const std::size_t l = from.size() == 1 ? 0 : f;
-        const T decay = std::exp(from[l] - to[l]);
-        for (Index i = 0; i < x.rows; ++i) x[i][f] *= decay;
-    }
-}
-
-template <class T>
-void decay_rows(const Matrix<T>& x, const std::vector<T>& from, const std::vector<T>& to) {
-    if (from == to) return;
-    for (Index f = 0; f < x.rows; ++f) {
-        const std::size_t l = from.size() == 1 ? 0 : f;
-        const T decay = std::exp(from[l] - to[l]);
-        for (Index j = 0; j < x.columns; ++j) x[f][j] *= decay;
-    }
-}
-
 // Gradients of n queries; `keys` are those of the chunk where causal. What flows into the totals of SOFTMAX goes to g.tail.
 template <class T>
 void query_gradients(const Problem<T>& p, Gradients<T>& g, Queries<T>& q, const Keys<T>* keys, Index b, Index h, Index start,
@@ -71,7 +50,7 @@ void query_gradients(const Problem<T>& p, Gradients<T>& g, Queries<T>& q, const 
     q.x = fetch(q.scratch, p.call.query, b, h, start, n);
     map<T>(p, q.phi, q.x, n, true, nullptr);
     g.fill(p, b, h, start, n);
-    read(g.d_phi, g.G, g.S_t, n, false);
+    read(g.d_phi, g.G, g.S_t, n);
     if (keys) meet(g.d_phi, g.G, g.value_t, keys->phi, q.pairs, n, EARLIER);
     if (p.has_ones()) run_totals(p, q.total, g.z[0], keys, n);
     for (Index i = 0; i < n; ++i) {
@@ -126,8 +105,8 @@ void bidirectional_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys
     for (Index j = 0; j < p.call.keys; j += keys.n) {
         keys.refill(p, b, h, j, std::min(CHUNK, p.call.keys - j), sums.level);
         const Rows<T> d_value = place(g.d_value, p.call.d_value, b, h, j);
-        read(d_value, keys.phi, g.R, keys.n, false);
-        read(g.d_phi, keys.value, g.R_t, keys.n, false);
+        read(d_value, keys.phi, g.R, keys.n);
+        read(g.d_phi, keys.value, g.R_t, keys.n);
         for (Index i = 0; i < keys.n && p.has_ones(); ++i) add(g.d_phi[i], g.r[0], T(1), p.F);
         key_gradients(p, g, keys, d_value, b, h);
     }
@@ -160,8 +139,8 @@ void causal_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys, Queri
         transpose(g.R_t, g.R, p.F);
         keys.refill(p, b, h, chunk->start, n, level);
         const Rows<T> d_value = place(g.d_value, p.call.d_value, b, h, chunk->start);
-        read(d_value, keys.phi, g.R, n, false);
-        read(g.d_phi, keys.value, g.R_t, n, false);
+        read(d_value, keys.phi, g.R, n);
+        read(g.d_phi, keys.value, g.R_t, n);
         g.tail.clear();
         if (p.divisor == CHANNEL) load(g.tail, p.call.d_key, b, h, chunk->start, n);
         for (Index head = h * p.groups; head < (h + 1) * p.groups; ++head) {

@@ -18,7 +18,7 @@ constexpr Index TOGETHER = 64;  // queries at most that meet a run of keys
 
 struct BucketedCall {
     int64_t batch, heads, kv_heads, tokens, channels, value_channels;
-    int64_t rounds, buckets, chunk, is_shared, is_causal, threads;
+    int64_t rounds, buckets, chunk, shared, is_causal, threads;
     double scale;
     View query, key, value, out, grad, d_query, d_key, d_value;
     const int64_t* query_bucket;  // (B, H, R, n); `buckets` for pads
@@ -143,7 +143,7 @@ struct Softmax {
         out.clear();
         std::fill(top.begin(), top.end(), Meeting<T>::barred());
         std::fill(sum.begin(), sum.end(), T(0));
-        if (c.is_shared) return;
+        if (c.shared) return;
         for (Index i = 0; i < c.tokens; ++i) {  // its own key
             if (round.query_bucket[i] < 0) continue;
             const T *q = c.query.at<T>(b, h, i), *k = c.key.at<T>(b, kv, i);
@@ -248,7 +248,7 @@ struct BucketedGradients {
             for (Index e = 0; e < c.value_channels; ++e) along[i] += g[e] * o[e];
             T weight = 0, d_score = 0;
             if (std::isinf(lse[i])) weight = 1;
-            else if (!c.is_shared) {
+            else if (!c.shared) {
                 const T *q = c.query.at<T>(b, h, i), *k = c.key.at<T>(b, kv, i);
                 T score = 0;
                 for (Index d = 0; d < c.channels; ++d) score += q[d] * T(c.scale) * k[d];
@@ -276,7 +276,7 @@ struct BucketedGradients {
             for (Index j = 0; j < x.m; j += LANES<T>)
                 vector(d_scores[i] + j) = (vector(d_scores[i] + j) - along[x.queries[i]]) * vector(x.weights[i] + j);
         add_transposed(d_key, x.keys, d_scores, x.query, x.m, x.n);  // the query is scaled already
-        read(Rows<T>{x.result[0], x.D, x.result.stride}, Rows<T>{d_scores[0], x.m, d_scores.stride}, x.key, x.n, false);
+        read(Rows<T>{x.result[0], x.D, x.result.stride}, Rows<T>{d_scores[0], x.m, d_scores.stride}, x.key, x.n);
         for (Index i = 0; i < x.n; ++i) add(d_query[x.queries[i]], x.result[i], T(x.c.scale), x.D);
     }
 

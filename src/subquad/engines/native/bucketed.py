@@ -11,9 +11,9 @@ from subquad.engines.native import calls
 from subquad.engines.once import once
 
 _NUMBERS = ("batch", "heads", "kv_heads", "tokens", "channels", "value_channels")
-_RULE = ("rounds", "buckets", "chunk", "is_shared", "is_causal", "threads")
+_RULE = ("rounds", "buckets", "chunk", "shared", "is_causal")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
-_Call = calls.structure("Call", (*_NUMBERS, *_RULE), ("scale",), _VIEWS, ("query_bucket", "key_bucket", "lse"))
+_Call = calls.structure("Call", (*_NUMBERS, *_RULE, "threads"), ("scale",), _VIEWS, ("query_bucket", "key_bucket", "lse"))
 
 
 def attend(
@@ -67,6 +67,6 @@ def _run(
 ) -> None:
     query, key, value = views["query"], views["key"], views["value"]
     sizes = (*query.shape[:2], key.shape[1], *query.shape[2:], value.shape[3])
-    numbers = {**dict(zip(_NUMBERS, sizes, strict=True)), **rule, "threads": calls.threads(), "scale": scale}
+    numbers = {**dict(zip(_NUMBERS, sizes, strict=True)), **rule, "scale": scale}
     buckets = {"query_bucket": query_bucket.contiguous(), "key_bucket": key_bucket.contiguous()}
     calls.run(function, _Call, numbers, views, {**buckets, "lse": lse})

@@ -34,8 +34,8 @@ def structure(name: str, whole: Sequence[str], real: Sequence[str], views: Seque
 def run(
     function: str, call: Any, numbers: Mapping[str, float], views: Mapping[str, Tensor], pointers: Mapping[str, Tensor | None]
 ) -> None:
-    """Call `subquad_FUNCTION_DTYPE` with a structure of class `call`."""
-    given = call(**numbers)
+    """Call `subquad_FUNCTION_DTYPE` with a structure of class `call`, which has `threads` among its whole numbers."""
+    given = call(**numbers, threads=torch.get_num_threads())
     for name, x in views.items():
         setattr(given, name, View(x.data_ptr(), *x.stride()[:3]))
     for name, t in pointers.items():
@@ -58,7 +58,3 @@ def room(like: Tensor, width: int) -> Tensor:
     if like.stride(1) < like.stride(2):
         return large_pages(like.new_empty(batch, tokens, heads, width).transpose(1, 2))
     return large_pages(like.new_empty(batch, heads, tokens, width))
-
-
-def threads() -> int:
-    return torch.get_num_threads()

@@ -39,7 +39,7 @@ void answer(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, const Keys<
         run_totals(p, q.total, sums.z[0], keys, n);
         divide_by_total(p, q.phi, q.total, n);
     }
-    read(out, q.phi, sums.S, n, false);
+    read(out, q.phi, sums.S, n);
     if (keys) meet(out, q.phi, keys->phi_t, keys->value, q.pairs, n, EARLIER);
     T count = sums.count;
     for (Index i = 0; i < n; ++i) {

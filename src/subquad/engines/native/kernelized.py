@@ -34,8 +34,8 @@ class Map:
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_channels", "features")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
 _POINTERS = ("mask", "divisors", "weight", "bias", "sums_in", "level_in", "count_in", "sums_out", "level_out", "count_out")
-_NUMBERS = (*_SIZES, "kind", "divisor", "is_causal", "threads")
-_Call = calls.structure("Call", _NUMBERS, ("scale", "constant"), _VIEWS, _POINTERS)
+_NUMBERS = (*_SIZES, "kind", "divisor", "is_causal")
+_Call = calls.structure("Call", (*_NUMBERS, "threads"), ("scale", "constant"), _VIEWS, _POINTERS)
 _STATE = {"S": "sums", "level": "level", "count": "count"}
 
 
@@ -113,6 +113,6 @@ def _run(
     weights = {"weight": map.weight, "bias": map.bias}
     kept = {name: None if t is None else t.detach().to(query.dtype).contiguous() for name, t in weights.items()}
     sizes = (*query.shape[:2], key.shape[1], query.shape[2], *key.shape[2:], value.shape[3], features)
-    rule = (_KINDS.index(map.kind), _DIVISORS.index(divisor), is_causal, calls.threads())
+    rule = (_KINDS.index(map.kind), _DIVISORS.index(divisor), is_causal)
     numbers = {**dict(zip(_NUMBERS, (*sizes, *rule), strict=True)), "scale": map.scale, "constant": map.constant}
     calls.run(which, _Call, numbers, views, {**given, **kept})

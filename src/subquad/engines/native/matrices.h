@@ -115,10 +115,10 @@ constexpr Index ROWS = 12;  // of a chunk, whose pairs are computed together
 
 enum Order { EARLIER, LATER };  // which pairs of a chunk meet: j <= i, or j >= i
 
-// out (n x e) = [out +] left (n x d) sums (d x e)
+// out (n x e) = left (n x d) sums (d x e)
 template <class T>
-void read(const Rows<T>& out, const Rows<T>& left, const Rows<T>& sums, Index n, bool add) {
-    product(out[0], out.stride, left[0], left.stride, Index(1), sums[0], sums.stride, n, left.columns, sums.columns, add);
+void read(const Rows<T>& out, const Rows<T>& left, const Rows<T>& sums, Index n) {
+    product(out[0], out.stride, left[0], left.stride, Index(1), sums[0], sums.stride, n, left.columns, sums.columns, false);
 }
 
 // out (n x e) += [the pairs of the chunk] left (n x d) right^T (d x n) value (n x e); the pairs stay in `pairs`

@@ -9,13 +9,33 @@
 
 namespace subquad {
 
-constexpr Index CHUNK = 48;     // tokens
+constexpr Index CHUNK = 48;       // tokens
 constexpr double SAFE_RISE = 60;  // e^60 and e^-60 are far inside float32
 
 // What was summed over nothing leaves its zeros as they are.
 template <class T>
 T nonzero(T x) {
     return x == 0 ? T(1) : x;
+}
+
+// What was summed at one level, weighed for another: by feature, one for all or each its own. Rows are features, or columns.
+template <class T>
+T decay(const std::vector<T>& from, const std::vector<T>& to, Index f) {
+    const std::size_t l = from.size() == 1 ? 0 : f;
+    return std::exp(from[l] - to[l]);
+}
+
+template <class T>
+void decay_rows(const Matrix<T>& x, const std::vector<T>& from, const std::vector<T>& to) {
+    for (Index f = 0; f < x.rows && from != to; ++f) scale(x[f], decay(from, to, f), x.columns);
+}
+
+template <class T>
+void decay_columns(const Matrix<T>& x, const std::vector<T>& from, const std::vector<T>& to) {
+    for (Index f = 0; f < x.columns && from != to; ++f) {
+        const T factor = decay(from, to, f);
+        for (Index i = 0; i < x.rows; ++i) x[i][f] *= factor;
+    }
 }
 
 template <class T>
@@ -30,14 +50,8 @@ struct Sums {
 
     // Weighs what was summed so far relative to a new level.
     void raise(const std::vector<T>& to) {
-        if (level == to) return;
-        for (Index f = 0; f < S.rows; ++f) {
-            const std::size_t l = level.size() == 1 ? 0 : f;
-            const T decay = std::exp(level[l] - to[l]);
-            if (decay == 1) continue;
-            for (Index j = 0; j < S.columns; ++j) S[f][j] *= decay;
-            z[0][f] *= decay;
-        }
+        decay_rows(S, level, to);
+        decay_columns(z, level, to);
         level = to;
     }
 
@@ -150,8 +164,7 @@ struct Keys {
         for (Index i = 0; i < n; ++i) {
             if (!real[i]) std::fill(phi[i], phi[i] + padded<T>(p.F), T(0));
             else if (level.size() == 1) {
-                const T factor = std::exp(b[i] - level[0]);
-                for (Index j = 0; j < p.F; j += LANES<T>) vector(phi[i] + j) *= factor;
+                scale(phi[i], T(std::exp(b[i] - level[0])), p.F);
             } else if (!level.empty()) {
                 for (Index j = 0; j < p.F; ++j) phi[i][j] -= level[j];
                 exponentiate(phi[i], p.F, T(0));
