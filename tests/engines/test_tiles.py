@@ -6,7 +6,7 @@ import torch
 import subquad as sq
 from subquad import reference
 from subquad.engines import tiles
-from subquad.engines.tiles import BARRED, Part, Tile
+from subquad.engines.parts import BARRED, Part, Tile
 from tests.harness import Largest, assert_close
 
 CONFIGS = [

@@ -111,17 +111,15 @@ def _group(
     if layout.globals is not None:  # a global token is seen as such, and not again in a set
         allowed = ~_is_global(layout.globals, query.shape[0], query.shape[2])
         allowed = allowed if mask is None else allowed & mask
-    barred = allowed is not None or any(s.needs_barred(query.shape[2]) for s in sets)
-    x = Tokens.of(query, key, value, allowed, barred, scale)
+    x = Tokens.of(query, key, value, allowed)
     parts = [part for s in sets for part in s.parts(x)]
     if layout.globals is not None:
         parts.append(seen_by_all(x, *layout.globals, layout.is_causal))
     if layout.extra is not None:
-        extra = [t.to(key.dtype).expand(key.shape[0], -1, -1, -1) for t in layout.extra]
-        more = Tokens.of(query[:, :, :0], extra[0], extra[1], None, barred, scale)
-        parts.append(x.meets(more.key, more.value))
-    out, _ = tiles.attend(parts, query.shape[2], x.scale)
-    return out.unflatten(0, query.shape[:2])[..., : value.shape[-1]]
+        extra = [t.to(x.key.dtype).expand(key.shape[0], -1, -1, -1) for t in layout.extra]
+        parts.append(x.meets(extra[0], extra[1]))
+    out, _ = tiles.attend(parts, query.shape[2], scale)
+    return out.unflatten(0, query.shape[:2])
 
 
 def _write_rows(

@@ -23,8 +23,8 @@ from torch import Tensor
 from subquad.engines import dense, native, store, tiles
 from subquad.engines.key_sets import Blocks, Tokens
 from subquad.engines.native import bucketed as compiled
+from subquad.engines.parts import BARRED, Part, Tile
 from subquad.engines.tensors import is_recorded
-from subquad.engines.tiles import BARRED, Part, Tile
 from subquad.masks import zero_pads
 from subquad.state import Parts
 
@@ -88,13 +88,13 @@ def _whole(
     for head in range(query.shape[1]):  # one at a time: the masks of all would be large
         kv_head = head // group
         one = slice(head, head + 1), slice(kv_head, kv_head + 1)
-        x = Tokens.of(query[:, one[0]], key[:, one[1]], value[:, one[1]], None, False, scale)
+        x = Tokens.of(query[:, one[0]], key[:, one[1]], value[:, one[1]], None)
         sorted_ = _Sorted.of(query_bucket[:, head].contiguous(), key_bucket[:, kv_head].contiguous(), rule)
         parts = [sorted_.neighbours(x) if rule.shared else sorted_.pairs(x)]
         parts += [] if rule.shared else Blocks(64, ends=0).parts(x)
-        out, empty = tiles.attend(parts, x.length, x.scale)
+        out, empty = tiles.attend(parts, x.length, scale)
         outs.append(torch.where(empty.unsqueeze(-1), x.value[:, 0], out) if rule.shared else out)
-    out = torch.stack(outs, dim=1)[..., : value.shape[-1]]
+    out = torch.stack(outs, dim=1)
     out = out if mask is None else out.masked_fill(~mask[:, None, :, None], 0)
     return out.to(query.dtype)
 

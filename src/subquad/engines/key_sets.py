@@ -3,7 +3,7 @@
 A set knows three things of itself: the tiles that compute it, over whole sequences; whether query i sees key j, which is all
 that decoding needs; and which keys later queries can still see, so that a state keeps no others. Tiles are cached by shape.
 
-B batch, H query heads, K key-value heads, G = H / K queries a group, n tokens, W channels, C tokens a block, r random blocks.
+B batch, H query heads, K key-value heads, G = H / K queries a group, n tokens, D channels, E value channels, C tokens a block, r random blocks.
 """
 
 from __future__ import annotations
@@ -17,72 +17,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.engines.parts import BARRED, Part, Tile, barred_unless
 from subquad.engines.tensors import widen
-from subquad.engines.tiles import BARRED, Part, Tile
+from subquad.engines.tiles import pad_to
 from subquad.masks import take_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Queries (B, K, G, n, W), keys and values (B, K, n, W) as the kernel takes them: of one width, in float32 at least.
+    """Queries (B, K, G, n, D), keys (B, K, n, D) and values (B, K, n, E), in float32 at least.
 
-    With `barred`, the last channel of the queries is 1 and that of the keys 0, or `BARRED` for keys that no one may see: so
-    pads need no mask, and keys can be padded with rows that add nothing to a softmax.
+    `bias` (B or 1, n) is 0, or `BARRED` for keys that no one may see; None: all may be seen.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    barred: bool
-    scale: float
+    bias: Tensor | None
 
     @staticmethod
-    def of(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, barred: bool, scale: float) -> Tokens:
-        """From query (B, H, n, D), key (B, K, n, D), value (B, K, n, Dv); `allowed` (B, n) are the keys that may be seen."""
+    def of(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tokens:
+        """From query (B, H, n, D), key (B, K, n, D), value (B, K, n, E); `allowed` (B, n) are the keys that may be seen."""
         query, key, value = (widen(x) for x in (query, key, value))
-        if barred or scale <= 0:  # the kernel would scale what is barred, or bar the future before it scales
-            query, scale = query * scale, 1.0
-        width = max(query.shape[-1] + barred, value.shape[-1])
-        if barred:
-            one = query.new_ones(())
-            bias = 0 * one if allowed is None else barred_unless(allowed, key.dtype)[:, None, :, None]
-            query, key = _with_last(query, one, width), _with_last(key, bias, width)
-        query, key, value = (pad_to(x, width, -1) for x in (query, key, value))
-        return Tokens(query.unflatten(1, (key.shape[1], -1)), key, value, barred, scale)
+        bias = None if allowed is None else barred_unless(allowed, key.dtype)
+        return Tokens(query.unflatten(1, (key.shape[1], -1)), key, value, bias)
 
     @property
     def length(self) -> int:
         return self.query.shape[3]
 
-    def meets(self, key: Tensor, value: Tensor, tiles: tuple[Tile, ...] | None = None) -> Part:
-        """Every query and other keys and values (B, K, m, W), all of them, or as `tiles` say."""
+    def meets(
+        self, key: Tensor, value: Tensor, tiles: tuple[Tile, ...] | None = None, bias: Tensor | None = None
+    ) -> Part:
+        """Every query and keys and values (B, K, m, ...), all of them, or as `tiles` say; `bias` is (B or 1, m)."""
         whole = Tile(0, self.length, 1, 0, 0, key.shape[2])
-        query = self.query.flatten(0, 1).unsqueeze(1)
-        return Part(query, key.flatten(0, 1).unsqueeze(1), value.flatten(0, 1).unsqueeze(1), tiles or (whole,))
+        query, key, value = (x.flatten(0, 1).unsqueeze(1) for x in (self.query, key, value))
+        return Part(query, key, value, tiles or (whole,), bias=None if bias is None else self.each_head(bias).unsqueeze(1))
 
-    def padded_keys(self, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, K, length, W), with barred rows at the end."""
-        missing = length - self.length
-        if not missing:
-            return self.key, self.value
-        rows = F.pad(self.key.new_full((missing, 1), BARRED), (self.key.shape[-1] - 1, 0))
-        key = torch.cat([self.key, rows.expand(*self.key.shape[:2], -1, -1)], dim=2)
-        return key, pad_to(self.value, length, -2)
+    def meets_itself(self, tiles: tuple[Tile, ...]) -> Part:
+        return self.meets(self.key, self.value, tiles, self.bias)
 
-
-def _with_last(x: Tensor, last: Tensor, width: int) -> Tensor:
-    """x (..., D), zeros, and `last` as the last of `width` channels."""
-    return torch.cat([pad_to(x, width - 1, -1), last.expand(*x.shape[:-1], 1)], dim=-1)
-
-
-def pad_to(x: Tensor, size: int, dim: int) -> Tensor:
-    """x, with zeros behind it to make dimension -1 or -2 as large as `size`; F.pad would copy it even for none."""
-    missing = size - x.shape[dim]
-    return F.pad(x, (0, 0) * (-1 - dim) + (0, missing)) if missing else x
-
-
-def barred_unless(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.where(allowed, 0.0, BARRED).to(dtype)
+    def each_head(self, bias: Tensor) -> Tensor:
+        """What is there for each of B sequences, for each of B K."""
+        return bias if bias.shape[0] == 1 else bias.repeat_interleave(self.key.shape[1], dim=0)
 
 
 class KeySet(ABC):
@@ -104,10 +81,6 @@ class KeySet(ABC):
     def room(self, now: int, heads: int) -> int:
         """How many keys it keeps at most, for `heads` query heads together."""
 
-    def needs_barred(self, length: int) -> bool:
-        """Whether it pads keys."""
-        return False
-
 
 @dataclass(frozen=True)
 class Window(KeySet):
@@ -123,17 +96,21 @@ class Window(KeySet):
 
     def parts(self, x: Tokens) -> list[Part]:
         if self.dilation == 1:
-            return [x.meets(x.key, x.value, _cached(_window_tiles, x, self, x.length))]
+            return [x.meets_itself(_cached(_window_tiles, x, self, x.length))]
         # Viewed as (steps, dilation), the tokens of one residue are neighbours.
         dilation = min(self.dilation, x.length)
         steps = -(-x.length // dilation)
         total = steps * dilation
-        query = pad_to(x.query, total, -2).unflatten(3, (steps, dilation))
-        key, value = (t.unflatten(2, (steps, dilation)).transpose(2, 3).flatten(0, 1) for t in x.padded_keys(total))
-        place = torch.arange(total, device=query.device).reshape(steps, dilation).T.reshape(1, total)
-        query = query.movedim(4, 2).flatten(0, 1)  # (B K, dilation, G, steps, W)
+        query, key, value = (pad_to(t, total, -2).unflatten(-2, (steps, dilation)) for t in (x.query, x.key, x.value))
+        query = query.movedim(4, 2).flatten(0, 1)  # (B K, dilation, G, steps, D)
+        key, value = (t.transpose(2, 3).flatten(0, 1) for t in (key, value))  # (B K, dilation, steps, ...)
+        place = torch.arange(total, device=query.device).reshape(steps, dilation).T  # (dilation, steps)
+        bias = None if x.bias is None else x.each_head(x.bias)
+        if total > x.length:
+            bias = F.pad(key.new_zeros(1, x.length) if bias is None else bias, (0, total - x.length), value=BARRED)
+        bias = None if bias is None else bias.unflatten(1, (steps, dilation)).mT
         tiles = _cached(_window_tiles, x, self, steps)
-        return [Part(query, key.contiguous(), value.contiguous(), tiles, place.clamp(max=x.length))]
+        return [Part(query, key, value, tiles, place.reshape(1, total).clamp(max=x.length), bias)]
 
     def sees(self, i: Tensor, j: Tensor, heads: Tensor) -> Tensor:
         seen = (i - j) % self.dilation == 0
@@ -146,9 +123,6 @@ class Window(KeySet):
 
     def room(self, now: int, heads: int) -> int:
         return now if self.before is None else self.before * self.dilation
-
-    def needs_barred(self, length: int) -> bool:
-        return length % min(self.dilation, length) > 0
 
 
 @dataclass(frozen=True)
@@ -165,7 +139,7 @@ class Blocks(KeySet):
     ends: int | None = None
 
     def parts(self, x: Tokens) -> list[Part]:
-        return [x.meets(x.key, x.value, _cached(_block_tiles, x, self, x.length))]
+        return [x.meets_itself(_cached(_block_tiles, x, self, x.length))]
 
     def sees(self, i: Tensor, j: Tensor, heads: Tensor) -> Tensor:
         apart = i // self.size - j // self.size
@@ -192,7 +166,8 @@ class Ends(KeySet):
         if not index.numel():
             return []
         key, value = (t.index_select(2, index) for t in (x.key, x.value))
-        return [x.meets(key, value, _cached(_end_tiles, x, self, x.length))]
+        bias = None if x.bias is None else x.bias.index_select(1, index)
+        return [x.meets(key, value, _cached(_end_tiles, x, self, x.length), bias)]
 
     def sees(self, i: Tensor, j: Tensor, heads: Tensor) -> Tensor:
         return (j % self.size >= self.size - self.count) & (i // self.size != j // self.size)
@@ -220,20 +195,11 @@ class Scattered(KeySet):
     choose: Callable[[Tensor, Tensor], Tensor]
 
     def parts(self, x: Tokens) -> list[Part]:
-        batch, kv_heads, groups, length, width = x.query.shape
-        blocks = -(-length // self.size)
-        # The last block is one of barred keys, for those that are not there.
-        flat = [t.reshape(-1, self.size * width) for t in x.padded_keys((blocks + 1) * self.size)]
-        index = torch.where(self.index < 0, blocks, self.index).expand(batch, -1, -1, -1)
-        index = index.reshape(batch * kv_heads, -1) + torch.arange(batch * kv_heads, device=index.device)[:, None] * (
-            blocks + 1
-        )
-        key, value = (t.index_select(0, index.flatten()).reshape(batch * kv_heads * groups, 1, -1, width) for t in flat)
-        query = x.query.reshape(-1, 1, 1, length, width)
-        columns, whole, tail = self.index.shape[-1] * self.size, length // self.size, length % self.size
-        tiles = [Tile(0, self.size, whole, 0, columns, columns)] if whole else []
-        tiles += [Tile(whole * self.size, tail, 1, whole * columns, 0, columns)] if tail else []
-        return [Part(query, key, value, tiles)]
+        columns, whole, tail = self.index.shape[-1] * self.size, x.length // self.size, x.length % self.size
+        runs = torch.where(self.index < 0, -1, self.index * self.size).expand(len(x.key), -1, -1, -1).flatten(0, 1)
+        tiles = [Tile(0, self.size, whole, 0, 0, columns, runs=runs[:, :whole])] if whole else []
+        tiles += [Tile(whole * self.size, tail, 1, 0, 0, columns, runs=runs[:, whole:])] if tail else []
+        return [x.meets_itself(tuple(tiles))]
 
     def sees(self, i: Tensor, j: Tensor, heads: Tensor) -> Tensor:
         return (self.choose(i // self.size, heads) == (j // self.size).unsqueeze(-1)).any(-1)
@@ -246,21 +212,14 @@ class Scattered(KeySet):
     def room(self, now: int, heads: int) -> int:
         return self.size * (self.count * heads + self.before + 1)
 
-    def needs_barred(self, length: int) -> bool:
-        return True
-
 
 def seen_by_all(x: Tokens, index: Tensor, there: Tensor, is_causal: bool) -> Part:
     """Keys at positions `index` (B or 1, g), those that are `there`, for all queries; where causal, for those after them."""
-    batch, kv_heads = x.key.shape[:2]
-    key, value = (take_tokens(t, index.expand(batch, -1)) for t in (x.key, x.value))
-    key = F.pad(key[..., :-1], (0, 1))  # barred in the sets, but not here
+    key, value = (take_tokens(t, index.expand(len(t), -1)) for t in (x.key, x.value))
     visible = there.unsqueeze(1)  # (B or 1, 1, g)
     if is_causal:
         visible = visible & (index.unsqueeze(1) <= torch.arange(x.length, device=index.device)[:, None])
-    mask = barred_unless(visible, x.key.dtype).unsqueeze(1)  # (B or 1, 1, n or 1, g)
-    if mask.shape[0] > 1:
-        mask = mask.repeat_interleave(kv_heads, dim=0)
+    mask = x.each_head(barred_unless(visible, x.key.dtype)).unsqueeze(1)  # (B K or 1, 1, n or 1, g)
     return x.meets(key, value, (Tile(0, x.length, 1, 0, 0, index.shape[1], mask),))
 
 

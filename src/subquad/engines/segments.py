@@ -3,7 +3,7 @@
 Where causal, a query sees the segments that end before it. A decode state holds the means of finished segments, and the tokens
 of the one that is not finished.
 
-B batch, K key-value heads, n tokens, W channels, p tokens a segment, S rows in a state.
+B batch, K key-value heads, n tokens, p tokens a segment, S rows in a state.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines import store
-from subquad.engines.key_sets import KeySet, Tokens, barred_unless, pad_to
+from subquad.engines.key_sets import KeySet, Tokens
+from subquad.engines.parts import Part, Tile, barred_unless
 from subquad.engines.tensors import is_recorded, widen
-from subquad.engines.tiles import Part, Tile
+from subquad.engines.tiles import pad_to
 from subquad.state import Parts
 
 _ROWS = 256  # queries in a block, about
@@ -35,9 +36,9 @@ class Segments(KeySet):
     def parts(self, x: Tokens) -> list[Part]:
         if self.size > x.length:  # one segment, which no query comes after
             return [] if self.is_causal else Segments(x.length, False).parts(x)
-        key, value = self._means(x)
+        key, value, bias = self._means(x)
         if not self.is_causal:
-            return [x.meets(key, value)]
+            return [x.meets(key, value, bias=bias)]
         # A block of queries sees all segments before it, and some of those inside it.
         rows = self.size * -(-_ROWS // self.size)
         inside = rows // self.size
@@ -48,20 +49,22 @@ class Segments(KeySet):
         left = key.shape[2] - whole * inside
         near += [Tile(whole * rows, tail, 1, whole * inside, 0, left, mask[:, :, :tail, :left])] if tail else []
         far = [Tile(a, min(rows, x.length - a), 1, 0, 0, a // self.size) for a in range(0, x.length, rows)]
-        return [x.meets(key, value, tuple(near)), x.meets(key, value, tuple(far))]
+        return [x.meets(key, value, tuple(near), bias), x.meets(key, value, tuple(far), bias)]
 
-    def _means(self, x: Tokens) -> tuple[Tensor, Tensor]:
-        """Means over the keys that are not barred, (B, K, segments, W); barred where there are none."""
+    def _means(self, x: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Means over the keys that are not barred, (B, K, segments, ...), and their bias: barred where there are none."""
         missing = -x.length % self.size
         key, value = (pad_to(t, x.length + missing, -2).unflatten(2, (-1, self.size)) for t in (x.key, x.value))
-        if not x.barred:
+        if x.bias is None:
             count = torch.full((key.shape[2], 1), self.size, dtype=key.dtype, device=key.device)
             count[-1] -= missing
-            return key.sum(3) / count, value.sum(3) / count
-        real = F.pad(x.key[..., -1:] == 0, (0, 0, 0, missing)).unflatten(2, (-1, self.size))
-        count = real.sum(3)  # (B, K, segments, 1)
-        key, value = (t.masked_fill(~real, 0).sum(3) / count.clamp(min=1) for t in (key, value))
-        return torch.cat([key[..., :-1], barred_unless(count > 0, key.dtype)], dim=-1), value
+            return key.sum(3) / count, value.sum(3) / count, None
+        real = F.pad(x.bias == 0, (0, missing)).unflatten(1, (-1, self.size))  # (B or 1, segments, p)
+        count = real.sum(2)  # (B or 1, segments)
+        key, value = (
+            t.masked_fill(~real[:, None, ..., None], 0).sum(3) / count.clamp(min=1)[:, None, :, None] for t in (key, value)
+        )
+        return key, value, barred_unless(count > 0, key.dtype)
 
     def finish(self, state: Parts, start: Tensor, new: int) -> Parts:
         """Add the segments that the last `new` tokens have finished, where `start` (B,) were there before."""

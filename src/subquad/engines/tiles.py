@@ -1,15 +1,12 @@
-"""Exact softmax over sets of keys that are given as tiles: the kernel of the sparse engines.
+"""Exact softmax over sets of keys that are given as parts: the kernel of the sparse engines.
 
-A *tile* is a run of equal blocks of queries, each of which meets one run of keys. A *part* is a list of tiles over its own
-arrangement of queries and keys. Every query's set of keys is the disjoint union of what its parts show it, and softmax over a
-union is the softmaxes over the parts, weighed by their log-sum-exp:
+Softmax over a disjoint union is the softmaxes over its parts, weighed by their log-sum-exp:
 
     o = sum_p e^(l_p - l) o_p,    l = log sum_p e^(l_p)
 
-Keys are read through overlapping views, never copied for a tile. The backward pass recomputes the weights of each part from
-`l` and the merged output (Dao et al., 2022, arXiv:2205.14135), so memory stays linear.
-
-A pair is barred by adding `BARRED` to its score. A query whose every pair is barred gives 0.
+Compiled loops let all parts of a query meet in one softmax. Without them, PyTorch's kernel takes the parts one by one: keys are
+read through overlapping views, never copied for a tile, and the backward pass recomputes the weights of each part from `l` and
+the merged output (Dao et al., 2022, arXiv:2205.14135), so memory stays linear.
 
 Z sequences, S subsequences of each, G queries a group, n queries, m keys, W channels; R = Z G rows of output, N queries each.
 """
@@ -18,67 +15,85 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.engines import native
+from subquad.engines.native import tiles as compiled
 from subquad.engines.once import once
 from subquad.engines.pages import large_pages
+from subquad.engines.parts import BARRED, NOTHING, Part, Tile, barred_unless, pack, slots, unpack
 from subquad.engines.tensors import is_recorded
 
-BARRED = -1e30  # below every score, yet finite: its exponential is 0, and no infinity meets another
-_NOTHING = BARRED / 10  # a log-sum-exp below this is one of barred pairs only
 _PIECE = 2**20  # numbers of the output that are worked on at a time
 
 
-@dataclass(frozen=True, eq=False)
-class Tile:
-    """`count` blocks of `rows` queries, from `start` on; block b meets `columns` keys, from `first + b * step` on.
-
-    `mask` (Z or 1, count or 1, rows or 1, columns) is added to the scores. `is_causal`: query i meets keys 0 to i of a block.
-    """
-
-    start: int
-    rows: int
-    count: int
-    first: int
-    step: int
-    columns: int
-    mask: Tensor | None = None
-    is_causal: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """What `tiles` show of `key` (Z, S, m, W), `value` (Z, S, m, W) to `query` (Z, S, G, n, W).
-
-    `place` (R or 1, S n) is the row of the output, 0 to N - 1, that a query belongs to, and N for a query to forget; rows may
-    repeat. None: as they stand.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    tiles: Sequence[Tile]
-    place: Tensor | None = None
-
-    @property
-    def groups(self) -> int:
-        return self.query.shape[2]
-
-
 def attend(parts: Sequence[Part], length: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax over all that the parts show: the output (R, N, W), and which of its rows met no key (R, N)."""
-    plan = [[replace(tile, mask=None) for tile in part.tiles] for part in parts]  # tensors go to apply by themselves
-    tensors = [[p.query, p.key, p.value, p.place, *(t.mask for t in p.tiles)] for p in parts]
-    flat = list(itertools.chain.from_iterable(tensors))
+    """Softmax over all that the parts show: the output (R, N, E), and which of its rows met no key (R, N)."""
+    plan, tensors = pack(parts)
+    if native.can_take(*tensors):
+        return compiled.attend(plan, tensors, length, scale)
+    width = parts[0].value.shape[-1]
+    parts = [_gathered(part) for part in parts]
+    has_bias = any(part.bias is not None for part in parts)
+    if has_bias or scale <= 0:  # the kernel would scale what is barred, or bar the future before it scales
+        parts, scale = [replace(part, query=part.query * scale) for part in parts], 1.0
+    plan, tensors = pack([_of_one_width(part, has_bias) for part in parts])
     # torch.compile takes a Function with setup_context only where a gradient is recorded.
-    run = _Merged.forward if torch.compiler.is_compiling() and not is_recorded(*flat) else _Merged.apply
-    out, empty, _ = run(plan, length, scale, *flat)
-    return out, empty
+    run = _Merged.forward if torch.compiler.is_compiling() and not is_recorded(*tensors) else _Merged.apply
+    out, empty, _ = run(plan, length, scale, *tensors)
+    return out[..., :width], empty
+
+
+def _gathered(part: Part) -> Part:
+    """Where tiles have `runs`: their keys, copied side by side, (R, 1, ...)."""
+    if all(tile.runs is None for tile in part.tiles):
+        return part
+    (sequences, _, groups, queries, _), keys = part.query.shape, part.key.shape[2]
+    rows, tiles, index, first = sequences * groups, [], [], 0
+    for tile in part.tiles:
+        assert tile.runs is not None
+        size = tile.columns // tile.runs.shape[-1]
+        position = tile.runs.unsqueeze(-1) + torch.arange(size, device=tile.runs.device)
+        position = torch.where((tile.runs.unsqueeze(-1) >= 0) & (position < keys), position, keys)
+        index.append(position.flatten(1).expand(rows, -1))
+        tiles.append(replace(tile, first=first, step=tile.columns, runs=None))
+        first += tile.count * tile.columns
+    place = torch.cat(index, dim=1)  # (R, all columns), m for none
+    start = torch.arange(sequences, device=place.device).repeat_interleave(groups)[:, None]
+    flat = (place.clamp(max=keys - 1) + start * keys).flatten()
+    key, value = (x.flatten(0, 2).index_select(0, flat).view(rows, 1, -1, x.shape[-1]) for x in (part.key, part.value))
+    bias = barred_unless(place < keys, key.dtype)
+    if part.bias is not None:
+        bias = bias + part.bias.expand(sequences, -1, -1).flatten().index_select(0, flat).view_as(bias)
+    query = part.query.reshape(rows, 1, 1, queries, -1)
+    return Part(query, key, value, tiles, part.place, bias.unsqueeze(1))
+
+
+def _of_one_width(part: Part, has_bias: bool) -> Part:
+    """As PyTorch's kernel takes them. A bias becomes the last channel of the keys, which meets a 1 in the queries."""
+    query, key, value = part.query, part.key, part.value
+    width = max(query.shape[-1] + has_bias, value.shape[-1])
+    if has_bias:
+        bias = key.new_zeros(()) if part.bias is None else part.bias.unsqueeze(-1)
+        query, key = _with_last(query, query.new_ones(()), width), _with_last(key, bias, width)
+    query, key, value = (pad_to(x, width, -1) for x in (query, key, value))
+    return replace(part, query=query, key=key, value=value, bias=None)
+
+
+def _with_last(x: Tensor, last: Tensor, width: int) -> Tensor:
+    """x (..., D), zeros, and `last` as the last of `width` channels."""
+    return torch.cat([pad_to(x, width - 1, -1), last.expand(*x.shape[:-1], 1)], dim=-1)
+
+
+def pad_to(x: Tensor, size: int, dim: int) -> Tensor:
+    """x, with zeros behind it to make dimension -1 or -2 as large as `size`; F.pad would copy it even for none."""
+    missing = size - x.shape[dim]
+    return F.pad(x, (0, 0) * (-1 - dim) + (0, missing)) if missing else x
 
 
 class _Merged(torch.autograd.Function):
@@ -86,7 +101,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: Any, length: int, scale: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        parts = _unpack(plan, tensors)
+        parts = unpack(plan, tensors)
         query = parts[0].query
         out = large_pages(query.new_empty(query.shape[0] * query.shape[2], length, query.shape[-1]))
         lse = out.new_empty(out.shape[:2])
@@ -95,7 +110,7 @@ class _Merged(torch.autograd.Function):
             some = [_some(part, start, end) for part in parts]
             results = [_forward_part(part, scale) for part in some]
             o, level = _merge(results, [part.place for part in some], length)
-            none = level < _NOTHING
+            none = level < NOTHING
             out[start:end] = o.masked_fill_(none.unsqueeze(-1), 0)
             lse[start:end] = level.masked_fill_(none, 0)  # so that e^(score - lse) of a barred pair is 0
             empty[start:end] = none
@@ -111,12 +126,9 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        parts = _unpack(ctx.plan, tensors)
         with torch.no_grad():
-            grads = _gradients(parts, grad, out, lse, ctx.scale)
-        flat = iter(once(grads, [grad, *tensors]))
-        slots = [[next(flat), next(flat), next(flat), None, *(None for _ in part.tiles)] for part in parts]
-        return None, None, None, *itertools.chain.from_iterable(slots)
+            grads = _gradients(unpack(ctx.plan, tensors), grad, out, lse, ctx.scale)
+        return None, None, None, *slots(ctx.plan, once(grads, [grad, *tensors]))
 
 
 def _gradients(parts: Sequence[Part], grad: Tensor, out: Tensor, lse: Tensor, scale: float) -> list[Tensor]:
@@ -128,15 +140,6 @@ def _gradients(parts: Sequence[Part], grad: Tensor, out: Tensor, lse: Tensor, sc
             results = [t[start:end] if some.place is None else _take(t[start:end], some.place) for t in (grad, out, lse)]
             _backward_part(some, results, [total[place] for total in totals], scale)
     return list(itertools.chain.from_iterable(grads))
-
-
-def _unpack(plan: Sequence[Sequence[Tile]], tensors: Sequence[Any]) -> list[Part]:
-    parts, rest = [], list(tensors)
-    for tiles in plan:
-        (query, key, value, place, *masks), rest = rest[: 4 + len(tiles)], rest[4 + len(tiles) :]
-        tiles = [replace(tile, mask=mask) for tile, mask in zip(tiles, masks, strict=True)]
-        parts.append(Part(query, key, value, tiles, place))
-    return parts
 
 
 def _pieces(out: Tensor, parts: Sequence[Part]) -> list[tuple[int, int]]:

@@ -42,7 +42,7 @@ def run(
         setattr(given, name, None if t is None else t.data_ptr())
     library = native.library()
     assert library is not None
-    dtype = str(next(iter(views.values())).dtype).removeprefix("torch.")
+    dtype = str(next(t for t in (*views.values(), *pointers.values()) if t is not None).dtype).removeprefix("torch.")
     getattr(library, f"subquad_{function}_{dtype}")(ctypes.byref(given))
 
 
