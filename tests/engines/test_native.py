@@ -10,6 +10,7 @@ import torch
 
 import subquad as sq
 from subquad.engines import native
+from subquad.engines.native import kernelized
 from subquad.engines.pages import large_pages
 
 CONFIGS = [
@@ -237,6 +238,119 @@ def test_buckets(config, is_causal, kv_heads, length, has_pads):
         expected = run()
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
+
+
+SPARSE = [
+    sq.Local(window=9),
+    sq.Local(window=60),
+    sq.Local(window=4, dilation=3),
+    sq.Local(window=500),
+    sq.SparseStrided(stride=7),
+    sq.SparseFixed(stride=8, summary=2),
+    sq.SparseFixed(stride=20, summary=3, heads="split"),
+    sq.Longformer(window=9, num_global=3),
+    sq.BigBird(block=8),
+    sq.BigBird(block=16, window=1, random=2, globals=0),
+    sq.Pooled(stride=6, window=5),
+]
+every_sparse = pytest.mark.parametrize("config", SPARSE, ids=str)
+
+
+@needs_loops
+@both_directions
+@every_sparse
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("length", [1, 7, 64, 300])
+@pytest.mark.parametrize("has_pads", [False, True], ids=["whole", "padded"])
+def test_tiles(config, is_causal, kv_heads, length, has_pads):
+    q, k, v, grad = tensors(length, length, kv_heads=kv_heads)
+    call = {"is_causal": is_causal, "enable_gqa": kv_heads != 4}
+    if has_pads:
+        call["key_padding_mask"] = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) > 0.3
+    assert_same(results(config, q, k, v, grad, **call), without_loops(config, q, k, v, grad, **call))
+
+
+@needs_loops
+@both_directions
+@every_sparse
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_tiles_of_one_sequence_for_several_threads(config, is_causal, threads):
+    q, k, v = (torch.randn(1, 1, 700, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    grad = torch.randn(1, 1, 700, 16, dtype=torch.float64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = results(config, q, k, v, grad, is_causal=is_causal)
+    finally:
+        torch.set_num_threads(before)
+    assert_same(found, without_loops(config, q, k, v, grad, is_causal=is_causal))
+
+
+@needs_loops
+@both_directions
+@every_sparse
+def test_rounding_of_tiles_in_float32(config, is_causal):
+    exact = without_loops(config, *tensors(300, 300, dim=64, value_dim=64), is_causal=is_causal)
+    given = tensors(300, 300, dim=64, value_dim=64, dtype=torch.float32)
+    errors = [
+        [(x.double() - y).norm() for x, y in zip(run(config, *given, is_causal=is_causal), exact, strict=True)]
+        for run in (results, without_loops)
+    ]
+    assert all(ours <= 2 * theirs for ours, theirs in zip(*errors, strict=True))
+
+
+@needs_loops
+@every_sparse
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_nan_is_not_lost(config, where):
+    """All that see it have it; a query's concerns its own row alone."""
+    q, k, v = (x.detach() for x in tensors(300, 300)[:3])
+    one = torch.zeros_like(v)
+    one[0, 0, 77] = 1
+    sees = sq.attention(q, k, one, config)[0, 0, :, 0] != 0
+    {"query": q, "key": k, "value": v}[where][0, 0, 77] = torch.nan
+    found = sq.attention(q, k, v, config).isnan()[0, 0].any(-1)
+    if where == "query":
+        assert found.nonzero().flatten().tolist() == [77]
+    else:
+        assert sees.any()
+        assert found[sees].all()
+
+
+@needs_loops
+@both_directions
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("has_pads", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("features", [16, 13])
+def test_sines_and_cosines(is_causal, kv_heads, has_pads, features):
+    mechanism = sq.RFA(features=features, floor=0.2).build(heads=4, kv_heads=kv_heads, head_dim=17).double()
+    q, k, v, grad = tensors(130, 130, kv_heads=kv_heads)
+    call = {"is_causal": is_causal}
+    if has_pads:
+        call["key_padding_mask"] = torch.rand(2, 130, generator=torch.Generator().manual_seed(3)) > 0.3
+
+    def run():
+        out = mechanism(q, k, v, **call)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v, *mechanism.parameters()), grad)
+
+    found = run()
+    with native.disabled():
+        expected = run()
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+@needs_loops
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e5, 1e9])
+def test_sines_of_large_angles(dtype, size):
+    """The sums of one key and the value 1 are its features."""
+    angles = torch.randn(1, 1, 1, 501, dtype=dtype, generator=torch.Generator().manual_seed(4)) * size
+    call = {"features": 1002, "divisor": "signed", "floor": 1e-3, "is_causal": True, "return_sums": True}
+    one = torch.ones(1, 1, 1, 1, dtype=dtype)
+    _, sums, _ = kernelized.forward(angles, angles, one, None, map=kernelized.Map("trigonometric"), **call)
+    expected = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    torch.testing.assert_close(sums["S"][..., 0], expected[0], rtol=0, atol=2 * torch.finfo(dtype).eps)
 
 
 def test_everything_runs_without_them(monkeypatch):

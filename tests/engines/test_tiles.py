@@ -5,7 +5,7 @@ import torch
 
 import subquad as sq
 from subquad import reference
-from subquad.engines import tiles
+from subquad.engines import native, tiles
 from subquad.engines.parts import BARRED, Part, Tile
 from tests.harness import Largest, assert_close
 
@@ -37,9 +37,11 @@ def results(config, is_causal, length=130):
 @every_config
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_plain_path_equals_the_fused_one(config, is_causal, monkeypatch):
-    fused = results(config, is_causal)
-    monkeypatch.setattr(tiles, "_is_fused", lambda query, key: False)
-    for ours, theirs in zip(results(config, is_causal), fused, strict=True):
+    with native.disabled():
+        fused = results(config, is_causal)
+        monkeypatch.setattr(tiles, "_is_fused", lambda query, key: False)
+        plain = results(config, is_causal)
+    for ours, theirs in zip(plain, fused, strict=True):
         assert_close(ours, theirs)
 
 
@@ -49,13 +51,17 @@ def test_pieces_equal_the_whole(config, is_causal, monkeypatch):
     whole = results(config, is_causal)
     monkeypatch.setattr(tiles, "_PIECE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for ours, theirs in zip(results(config, is_causal), whole, strict=True):
+    with native.disabled():
+        pieces = results(config, is_causal)
+    for ours, theirs in zip(pieces, whole, strict=True):
         assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_query_whose_every_pair_is_barred(fused, monkeypatch):
-    if not fused:
+@pytest.mark.parametrize("kernel", ["loops", "fused", "plain"])
+def test_a_query_whose_every_pair_is_barred(kernel, monkeypatch):
+    if kernel != "loops":
+        monkeypatch.setattr(native, "library", lambda: None)
+    if kernel == "plain":
         monkeypatch.setattr(tiles, "_is_fused", lambda query, key: False)
     q, k, v = (torch.randn(1, 1, *n, 4, dtype=torch.float64, requires_grad=True) for n in ((1, 3), (5,), (5,)))
     mask = torch.zeros(1, 1, 3, 5, dtype=torch.float64)
@@ -68,8 +74,11 @@ def test_a_query_whose_every_pair_is_barred(fused, monkeypatch):
         assert (grad == 0).all()
 
 
-def test_parts_may_show_a_query_several_times():
+@pytest.mark.parametrize("kernel", ["loops", "pytorch"])
+def test_parts_may_show_a_query_several_times(kernel, monkeypatch):
     """Rows that `place` repeats are merged, and row N is forgotten."""
+    if kernel != "loops":
+        monkeypatch.setattr(native, "library", lambda: None)
     q, k, v = (torch.randn(1, 1, *n, 4, dtype=torch.float64) for n in ((1, 2), (6,), (6,)))
     split = Part(
         torch.cat([q, q, q[:, :, :, :1]], dim=3),
@@ -94,7 +103,10 @@ def test_large_scores_choose_the_same_pairs():
 
 @every_config
 @pytest.mark.parametrize("grad", [False, True])
-def test_nothing_larger_than_linear(config, grad):
+@pytest.mark.parametrize("kernel", ["loops", "pytorch"])
+def test_nothing_larger_than_linear(config, grad, kernel, monkeypatch):
+    if kernel != "loops":
+        monkeypatch.setattr(native, "library", lambda: None)
     length, dim = 20_000, 8
     q, k, v = (torch.randn(1, 1, length, dim, requires_grad=grad) for _ in range(3))
     k = q if config.shares_query_and_key else k

@@ -17,7 +17,7 @@ m features, c chunks of C tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -55,6 +55,7 @@ class Kernel:
     """A kernelized mechanism, as the engine sees it.
 
     Args:
+        project: what is first done to queries and keys (B, K, n, D); None: nothing.
         query: a map of (B, K, n, D) to (B, K, n, m): phi up to a factor for each query, which cancels.
         key: a map of (B, K, n, D) to f and b, phi = e^b f. f is (B, K, n, m), and b None for 0 or (B, K, n, 1); or, with the
             normalizer "channel", f is None for 1, and b is (B, K, n, m).
@@ -64,10 +65,11 @@ class Kernel:
             "none" divides by nothing.
         floor: see "signed".
         log_gate: (B, K, M), log g: `S <- g S + (1 - g) phi(k) v^T` at every token. Causal only.
-        weights: what else the maps read, and may take gradients into.
-        compiled: the same maps as the compiled loops know them, where they do.
+        weights: what else all these read; into what `project` reads, gradients are taken.
+        compiled: the same maps as the compiled loops know them, where they do; its `weight` projects.
     """
 
+    project: Callable[[Tensor], Tensor] | None = None
     query: Callable[[Tensor], Tensor]
     key: Callable[[Tensor], tuple[Tensor | None, Tensor | None]]
     features: int
@@ -81,6 +83,9 @@ class Kernel:
     def has_ones(self) -> bool:
         """Whether values carry a column of ones."""
         return self.normalizer in ("sum", "signed", "channel")
+
+    def projected(self, x: Tensor) -> Tensor:
+        return x if self.project is None else self.project(x)
 
 
 def attend(
@@ -123,13 +128,18 @@ def _is_compiled(query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, sums
     if kernel.compiled is None or not native.can_take(query, key, value, *kernel.weights, *sums.values()):
         return False
     has_state = return_state or bool(sums)
-    return not is_recorded(*kernel.weights) and not (has_state and is_recorded(query, key, value, *sums.values()))
+    learned = () if kernel.project is None else kernel.weights
+    if kernel.project is None and is_recorded(*kernel.weights):
+        return False
+    return not (has_state and is_recorded(query, key, value, *learned, *sums.values()))
 
 
 def _by_loops(
     query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, is_causal: bool, key_padding_mask: Tensor | None, sums: Sums
 ) -> Tensor:
     """The output; `sums` take the keys in, where no graph is recorded."""
+    if kernel.project is not None and is_recorded(query, key, value, *kernel.weights):
+        query, key, kernel = _project(query, zero_pads(key, key_padding_mask), kernel)
     if is_recorded(query, key, value):
         return _Compiled.apply(query, key, value, key_padding_mask, kernel, is_causal)[0]  # type: ignore[no-untyped-call]
     out, after, _ = compiled.forward(
@@ -139,11 +149,21 @@ def _by_loops(
     return out
 
 
+def _project(query: Tensor, key: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor, Kernel]:
+    """Queries and keys projected at once, which autograd records, and the kernel of what is left to do."""
+    assert kernel.compiled is not None
+    groups = widen(query).unflatten(1, (key.shape[1], -1))  # (B, K, G, n, D)
+    query = kernel.projected(groups.flatten(2, 3)).unflatten(2, groups.shape[2:4]).flatten(1, 2)
+    left = replace(kernel, project=None, weights=(), compiled=replace(kernel.compiled, weight=None))
+    return query, kernel.projected(widen(key)), left
+
+
 def _loops(kernel: Kernel, is_causal: bool) -> dict[str, Any]:
     return {
         "map": kernel.compiled,
         "features": kernel.features,
         "divisor": kernel.normalizer,
+        "floor": kernel.floor,
         "is_causal": is_causal,
     }
 
@@ -227,7 +247,7 @@ class _Keys:
 
 
 def _map_keys(source: _Source, kernel: Kernel) -> _Keys:
-    f, b = kernel.key(zero_pads(widen(source.key), source.mask))
+    f, b = kernel.key(kernel.projected(zero_pads(widen(source.key), source.mask)))
     value = zero_pads(widen(source.value), source.mask)
     if kernel.has_ones:
         value = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
@@ -253,7 +273,7 @@ def _bidirectional(query: Tensor, source: _Source, kernel: Kernel, sums: Sums, p
         S = S / _nonzero(S[..., -1:])
     for part in query.split(_lengths(query.shape[2], piece), dim=2):
         groups = widen(part).unflatten(1, (source.key.shape[1], -1))  # (B, K, G, n, D)
-        out = kernel.query(groups.flatten(2, 3)) @ S  # (B, K, G n, Dv + 1)
+        out = kernel.query(kernel.projected(groups.flatten(2, 3))) @ S  # (B, K, G n, Dv + 1)
         yield _normalize(out, sums.get("count"), kernel).unflatten(2, groups.shape[2:4]).flatten(1, 2)  # (B, H, n, Dv)
 
 
@@ -286,7 +306,7 @@ def _causal_piece(query: Tensor, keys: _Keys, kernel: Kernel, sums: Sums) -> Ten
     weights = keys.weights(min(CHUNK, query.shape[2]), sums.get("level"), causal=True)
     value = keys.value.unflatten(2, (-1, weights.chunk))  # (B, K, c, C, Dv + 1)
     grouped = query.unflatten(2, (-1, weights.chunk)).unflatten(1, (value.shape[1], -1)).transpose(2, 3)  # (B, K, c, G, C, D)
-    fq = kernel.query(grouped.flatten(2, 4)).unflatten(2, grouped.shape[2:5])  # (B, K, c, G, C, m)
+    fq = kernel.query(kernel.projected(grouped.flatten(2, 4))).unflatten(2, grouped.shape[2:5])  # (B, K, c, G, C, m)
 
     S, sums["S"] = _scan(sums["S"], weights.sums(value), weights.decay)  # (B, K, c, m, Dv + 1): as each chunk finds it
     if weights.level is not None:

@@ -3,7 +3,8 @@
 A set knows three things of itself: the tiles that compute it, over whole sequences; whether query i sees key j, which is all
 that decoding needs; and which keys later queries can still see, so that a state keeps no others. Tiles are cached by shape.
 
-B batch, H query heads, K key-value heads, G = H / K queries a group, n tokens, D channels, E value channels, C tokens a block, r random blocks.
+B batch, H query heads, K key-value heads, G = H / K queries a group, n tokens, D channels, E value channels, C tokens a block,
+r random blocks.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ class Tokens:
     def length(self) -> int:
         return self.query.shape[3]
 
-    def meets(
-        self, key: Tensor, value: Tensor, tiles: tuple[Tile, ...] | None = None, bias: Tensor | None = None
-    ) -> Part:
+    def meets(self, key: Tensor, value: Tensor, tiles: tuple[Tile, ...] | None = None, bias: Tensor | None = None) -> Part:
         """Every query and keys and values (B, K, m, ...), all of them, or as `tiles` say; `bias` is (B or 1, m)."""
         whole = Tile(0, self.length, 1, 0, 0, key.shape[2])
         query, key, value = (x.flatten(0, 1).unsqueeze(1) for x in (self.query, key, value))

@@ -27,8 +27,8 @@ class Tile:
     """`count` blocks of `rows` queries, from `start` on; block b meets `columns` keys, from `first + b * step` on.
 
     `mask` (Z S or 1, count or 1, rows or 1, columns) is added to the scores. `is_causal`: query i meets keys 0 to i of a block.
-    `runs` (R or 1, count, r): instead, block b meets r runs of `columns / r` keys, as far as there are any; where each begins, -1
-    for none.
+    `runs` (R or 1, count, r): instead, block b meets r runs of `columns / r` keys, as far as there are any, from there on, and
+    none from -1 on.
     """
 
     start: int
@@ -79,7 +79,9 @@ def unpack(plan: Plan, tensors: Sequence[Tensor | None]) -> list[Part]:
     parts, rest = [], iter(tensors)
     for tiles in plan:
         query, key, value, place, bias = itertools.islice(rest, 5)
-        assert query is not None and key is not None and value is not None
+        assert query is not None
+        assert key is not None
+        assert value is not None
         parts.append(Part(query, key, value, [replace(tile, mask=next(rest), runs=next(rest)) for tile in tiles], place, bias))
     return parts
 

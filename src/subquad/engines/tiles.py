@@ -133,7 +133,7 @@ class _Merged(torch.autograd.Function):
 
 def _gradients(parts: Sequence[Part], grad: Tensor, out: Tensor, lse: Tensor, scale: float) -> list[Tensor]:
     """Those of query, key and value of each part."""
-    grads = [[torch.zeros_like(x) for x in (part.query, part.key, part.value)] for part in parts]
+    grads = [[x.new_zeros(x.shape) for x in (part.query, part.key, part.value)] for part in parts]  # contiguous
     for start, end in _pieces(out, parts):
         for part, totals in zip(parts, grads, strict=True):
             some, place = _some(part, start, end), slice(start // part.groups, end // part.groups)

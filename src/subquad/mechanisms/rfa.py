@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.kernelized import Kernel
+from subquad.engines.native.kernelized import Map
 from subquad.engines.tensors import wide
 from subquad.errors import OptionError
 from subquad.mechanisms.base import Call, Info, Spec
@@ -95,23 +96,22 @@ class RFA(Kernelized):
         return learned
 
     def kernel(self, call: Call) -> Kernel:
-        dtype = wide(call.query)
-        sigma = call.weights["sigma"].to(dtype)
-        w = call.weights["projection"].to(dtype) * sigma.unsqueeze(1)  # (K, m, D)
+        dtype, factor = wide(call.query), self.features**-0.5
+        w = call.weights["projection"].to(dtype) * call.weights["sigma"].to(dtype).unsqueeze(1)  # (K, m, D)
 
         def phi(x: Tensor) -> Tensor:
-            u = unit(x) @ w.mT
-            return torch.cat([u.sin(), u.cos()], dim=-1) * self.features**-0.5
+            return torch.cat([x.sin(), x.cos()], dim=-1) * factor
 
-        gate = self._log_gate(call) if self.gated else None
         return Kernel(
+            project=lambda x: unit(x) @ w.mT,
             query=phi,
             key=lambda x: (phi(x), None),
             features=2 * self.features,
             normalizer="signed",
             floor=self.floor,
-            log_gate=gate,
+            log_gate=self._log_gate(call) if self.gated else None,
             weights=(w,),
+            compiled=None if self.gated else Map("trigonometric", scale=factor, weight=w),
         )
 
     def _log_gate(self, call: Call) -> Tensor:

@@ -79,8 +79,9 @@ class Routing(Bucketed):
 
     @torch.no_grad()
     def bucket_of(self, x: Tensor, call: Call) -> Tensor:
-        nearest = self._tokens(x, call) @ self._centroids(call).mT  # (B, K, G n, b)
         groups = x.shape[1] // call.key.shape[1]
+        tokens = zero_pads(widen(x), call.key_padding_mask).unflatten(1, (-1, groups)).flatten(2, 3)
+        nearest = tokens @ self._centroids(call).mT  # (B, K, G n, b); of any length, the largest is the same
         return nearest.argmax(-1).unflatten(2, (groups, x.shape[2])).flatten(1, 2).unsqueeze(2)  # (B, h, 1, n)
 
     def update(self, call: Call) -> dict[str, Tensor]:

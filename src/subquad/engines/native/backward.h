@@ -32,13 +32,14 @@ struct Gradients {
     // G and e of n queries
     void fill(const Problem<T>& p, Index b, Index h, Index start, Index n) {
         load(G, p.call.grad, b, h, start, n);
-        if (p.divisor == SUM) load(out, p.call.out, b, h, start, n);
+        if (p.has_sum()) load(out, p.call.out, b, h, start, n);
         for (Index i = 0; i < n; ++i) {
             e[i] = 0;
             if (p.divisor == CHANNEL || p.divisor == NONE) continue;
-            const T factor = 1 / static_cast<const T*>(p.call.divisors)[(b * p.call.heads + h) * p.call.queries + start + i];
-            if (p.divisor == SUM) e[i] = -inner(G[i], out[i], p.E) * factor;
-            scale(G[i], factor, p.E);
+            const T divisor = static_cast<const T*>(p.call.divisors)[(b * p.call.heads + h) * p.call.queries + start + i];
+            const bool is_held = p.divisor == SIGNED && std::abs(divisor) == T(p.call.floor);
+            if (p.has_sum() && !is_held) e[i] = -inner(G[i], out[i], p.E) / divisor;
+            scale(G[i], 1 / divisor, p.E);
         }
     }
 };
@@ -48,13 +49,13 @@ template <class T>
 void query_gradients(const Problem<T>& p, Gradients<T>& g, Queries<T>& q, const Keys<T>* keys, Index b, Index h, Index start,
                      Index n) {
     q.x = fetch(q.scratch, p.call.query, b, h, start, n);
-    map<T>(p, q.phi, q.x, n, true, nullptr);
+    map<T>(p, q.phi, q.x, n, h / p.groups, true, nullptr);
     g.fill(p, b, h, start, n);
     read(g.d_phi, g.G, g.S_t, n);
     if (keys) meet(g.d_phi, g.G, g.value_t, keys->phi, q.pairs, n, EARLIER);
     if (p.has_ones()) run_totals(p, q.total, g.z[0], keys, n);
     for (Index i = 0; i < n; ++i) {
-        if (p.divisor == SUM) add(g.d_phi[i], q.total[i], g.e[i], p.F);
+        if (p.has_sum()) add(g.d_phi[i], q.total[i], g.e[i], p.F);
         if (p.divisor == CHANNEL && keys)
             for (Index f = 0; f < p.F; ++f) {
                 const T inverse = 1 / nonzero(q.total[i][f]);
@@ -93,7 +94,7 @@ void bidirectional_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys
         for (Index i = 0; i < p.call.queries; i += CHUNK) {
             const Index n = std::min(CHUNK, p.call.queries - i);
             query_gradients<T>(p, g, q, nullptr, b, head, i, n);
-            for (Index row = 0; row < n && p.divisor == SUM; ++row) add(g.r[0], q.phi[row], g.e[row], p.F);
+            for (Index row = 0; row < n && p.has_sum(); ++row) add(g.r[0], q.phi[row], g.e[row], p.F);
             absorb(g.R, q.phi, g.G, n);
         }
     for (Index f = 0; f < p.F && p.divisor == CHANNEL; ++f) {
@@ -145,7 +146,7 @@ void causal_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys, Queri
         if (p.divisor == CHANNEL) load(g.tail, p.call.d_key, b, h, chunk->start, n);
         for (Index head = h * p.groups; head < (h + 1) * p.groups; ++head) {
             q.x = fetch(q.scratch, p.call.query, b, head, chunk->start, n);
-            map<T>(p, q.phi, q.x, n, true, nullptr);
+            map<T>(p, q.phi, q.x, n, h, true, nullptr);
             if (p.divisor == CHANNEL) {
                 run_totals(p, q.total, chunk->z.data(), &keys, n);
                 divide_by_total(p, q.phi, q.total, n);
@@ -155,7 +156,7 @@ void causal_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys, Queri
             transpose(g.G_t, g.G, n);
             meet(d_value, keys.phi, g.phi_t, g.G, q.pairs, n, LATER);
             meet(g.d_phi, keys.value, g.G_t, q.phi, q.pairs, n, LATER);
-            for (Index i = 0; i < n && p.divisor == SUM; ++i) add(g.tail[i], q.phi[i], g.e[i], p.F);
+            for (Index i = 0; i < n && p.has_sum(); ++i) add(g.tail[i], q.phi[i], g.e[i], p.F);
             absorb(g.R, q.phi, g.G, n);
         }
         for (Index i = n - 1; i >= 0 && p.has_ones(); --i) {

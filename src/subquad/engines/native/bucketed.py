@@ -69,4 +69,5 @@ def _run(
     sizes = (*query.shape[:2], key.shape[1], *query.shape[2:], value.shape[3])
     numbers = {**dict(zip(_NUMBERS, sizes, strict=True)), **rule, "scale": scale}
     buckets = {"query_bucket": query_bucket.contiguous(), "key_bucket": key_bucket.contiguous()}
-    calls.run(function, _Call, numbers, views, {**buckets, "lse": lse})
+    work = 2 * query.numel() * 2 * rule["chunk"] * rule["rounds"]
+    calls.run(function, _Call, numbers, views, {**buckets, "lse": lse}, work)

@@ -13,6 +13,8 @@ from subquad.engines import native
 from subquad.engines.pages import large_pages
 from subquad.engines.tensors import widen
 
+_LITTLE = 2**19
+
 
 class View(ctypes.Structure):
     """A tensor (batch, heads, tokens, channels), its channels side by side."""
@@ -32,10 +34,18 @@ def structure(name: str, whole: Sequence[str], real: Sequence[str], views: Seque
 
 
 def run(
-    function: str, call: Any, numbers: Mapping[str, float], views: Mapping[str, Tensor], pointers: Mapping[str, Tensor | None]
+    function: str,
+    call: Any,
+    numbers: Mapping[str, float],
+    views: Mapping[str, Tensor],
+    pointers: Mapping[str, Tensor | None],
+    work: int,
 ) -> None:
-    """Call `subquad_FUNCTION_DTYPE` with a structure of class `call`, which has `threads` among its whole numbers."""
-    given = call(**numbers, threads=torch.get_num_threads())
+    """Call `subquad_FUNCTION_DTYPE` with a structure of class `call`, which has `threads` among its whole numbers.
+
+    `work` is about how many products of numbers it is: few are done before a second thread has woken up.
+    """
+    given = call(**numbers, threads=torch.get_num_threads() if work > _LITTLE else 1)
     for name, x in views.items():
         setattr(given, name, View(x.data_ptr(), *x.stride()[:3]))
     for name, t in pointers.items():

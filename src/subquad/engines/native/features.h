@@ -24,12 +24,20 @@ T normalize(T* x, Index n) {
 // phi (n x F) of x (n x D), up to a factor e^b for each row: of a query it cancels, of a key it is in `b`.
 // The keys of SOFTMAX stay exponents, whose level is by channel.
 template <class T>
-void map(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, bool is_query, T* b) {
+void map(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, Index head, bool is_query, T* b) {
     if (p.kind == EXPONENTIAL || p.kind == RELU) {
         if (p.call.bias)
             for (Index i = 0; i < n; ++i) std::memcpy(phi[i], p.call.bias, p.F * sizeof(T));
         product(phi[0], phi.stride, x[0], x.stride, Index(1), p.weight_t[0], p.weight_t.stride, n, p.D, p.F,
                 p.call.bias != nullptr);
+    }
+    if (p.kind == TRIGONOMETRIC && p.call.weight) {
+        const Matrix<T> unit(n, p.D);
+        for (Index i = 0; i < n; ++i) {
+            std::memcpy(unit[i], x[i], p.D * sizeof(T));
+            normalize(unit[i], p.D);
+        }
+        product(phi[0], phi.stride, unit[0], unit.stride, Index(1), p.weight_t_of(head), p.weight_t.stride, n, p.D, p.angles, false);
     }
     for (Index i = 0; i < n; ++i) {
         T* row = phi[i];
@@ -58,6 +66,16 @@ void map(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, boo
                 for (Index j = 0; j < p.F; j += LANES<T>) {
                     const Vector<T> v = vector(row + j);
                     vector(row + j) = (v > T(0) ? v : Vector<T>{}) + T(RELU_SHIFT);
+                }
+                break;
+            case TRIGONOMETRIC:
+                for (Index j = 0; j < p.angles; j += LANES<T>) {
+                    Vector<T> sine, cosine;
+                    sine_and_cosine<T>(vector((p.call.weight ? row : x[i]) + j), sine, cosine);
+                    sine *= T(p.call.scale), cosine *= T(p.call.scale);
+                    if (j + LANES<T> <= p.angles) vector(row + j) = sine, vector(row + p.angles + j) = cosine;
+                    else
+                        for (Index k = j; k < p.angles; ++k) row[k] = sine[k - j], row[p.angles + k] = cosine[k - j];
                 }
                 break;
             case SOFTMAX:
@@ -106,6 +124,9 @@ void map_back(const Problem<T>& p, const Rows<T>& d_x, const Rows<T>& d_phi, con
                 break;
             case RELU:
                 for (Index j = 0; j < p.F; ++j) d[j] = f[j] > T(RELU_SHIFT) ? d[j] : T(0);
+                break;
+            case TRIGONOMETRIC:
+                for (Index j = 0; j < p.D; ++j) d_x[i][j] = d[j] * f[p.D + j] - d[p.D + j] * f[j];
                 break;
             case SOFTMAX: {
                 const T along = is_query ? inner(f, d, p.F) : T(0);

@@ -33,7 +33,7 @@ void divide_by_total(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& tot
 template <class T>
 void answer(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, const Keys<T>* keys, Index b, Index h, Index start, Index n) {
     q.x = fetch(q.scratch, p.call.query, b, h, start, n);
-    map<T>(p, q.phi, q.x, n, true, nullptr);
+    map<T>(p, q.phi, q.x, n, h / p.groups, true, nullptr);
     const Rows<T> out = place(q.out, p.call.out, b, h, start);
     if (p.divisor == CHANNEL && keys) {
         run_totals(p, q.total, sums.z[0], keys, n);
@@ -44,9 +44,10 @@ void answer(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, const Keys<
     T count = sums.count;
     for (Index i = 0; i < n; ++i) {
         T divisor = 1;
-        if (p.divisor == SUM) {
+        if (p.has_sum()) {
             divisor = inner(q.phi[i], sums.z[0], p.F);
             if (keys) divisor += total(q.pairs[i], i + 1);
+            if (p.divisor == SIGNED && std::abs(divisor) < T(p.call.floor)) divisor = std::copysign(T(p.call.floor), divisor);
         } else if (p.divisor == MEAN) {
             if (keys) count += keys->real[i];
             divisor = count;

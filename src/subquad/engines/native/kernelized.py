@@ -9,8 +9,8 @@ from torch import Tensor
 
 from subquad.engines.native import calls
 
-_KINDS = ("elu", "identity", "unit", "exponential", "relu", "softmax")
-_DIVISORS = ("sum", "mean", "none", "channel")
+_KINDS = ("elu", "identity", "unit", "exponential", "relu", "softmax", "trigonometric")
+_DIVISORS = ("sum", "mean", "none", "channel", "signed")
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,13 @@ class Map:
 
     Args:
         kind: elu(x) + 1; x, of queries times `scale`; [x / |x|, 1]; e^(u - scale |x|^2 / 2 + constant) and relu(u) + 0.001 with
-            u = weight x + bias; or softmax, over channels for queries, over positions for keys.
-        weight: (m, D).
+            u = weight x + bias; softmax, over channels for queries, over positions for keys; or scale [sin u, cos u] with
+            u = weight x / |x|, without a weight u = x.
+        weight: (m, D), of sines and cosines (K, m, D).
         bias: (m,), or None for 0.
     """
 
-    kind: Literal["elu", "identity", "unit", "exponential", "relu", "softmax"]
+    kind: Literal["elu", "identity", "unit", "exponential", "relu", "softmax", "trigonometric"]
     scale: float = 1.0
     constant: float = 0.0
     weight: Tensor | None = None
@@ -35,7 +36,7 @@ _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_ch
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
 _POINTERS = ("mask", "divisors", "weight", "bias", "sums_in", "level_in", "count_in", "sums_out", "level_out", "count_out")
 _NUMBERS = (*_SIZES, "kind", "divisor", "is_causal")
-_Call = calls.structure("Call", (*_NUMBERS, "threads"), ("scale", "constant"), _VIEWS, _POINTERS)
+_Call = calls.structure("Call", (*_NUMBERS, "threads"), ("scale", "constant", "floor"), _VIEWS, _POINTERS)
 _STATE = {"S": "sums", "level": "level", "count": "count"}
 
 
@@ -48,6 +49,7 @@ def forward(
     map: Map,
     features: int,
     divisor: str,
+    floor: float,
     is_causal: bool,
     past: dict[str, Tensor] | None = None,
     return_sums: bool = False,
@@ -56,7 +58,7 @@ def forward(
     """The output, the sums after the last key, and what each query's output was divided by."""
     query, key, value = (calls.rows(x) for x in (query, key, value))
     out = calls.room(query, value.shape[3])
-    batch, kv_heads, width = key.shape[0], key.shape[1], value.shape[3] + (divisor in ("sum", "channel"))
+    batch, kv_heads, width = key.shape[0], key.shape[1], value.shape[3] + (divisor in ("sum", "channel", "signed"))
     sums, divisors = {}, None
     if return_sums:
         sums["S"] = query.new_empty(batch, kv_heads, features, width)
@@ -70,7 +72,7 @@ def forward(
     given = {"divisors": divisors, "mask": None if mask is None else mask.contiguous()}
     given |= {f"{_STATE[name]}_in": t for name, t in before.items()} | {f"{_STATE[name]}_out": t for name, t in sums.items()}
     views = {"query": query, "key": key, "value": value, "out": out}
-    _run("forward", map, features, divisor, is_causal, views, given)
+    _run("forward", map, features, divisor, floor, is_causal, views, given)
     return out, sums, divisors
 
 
@@ -87,6 +89,7 @@ def backward(
     map: Map,
     features: int,
     divisor: str,
+    floor: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from that of the output; not causal, `sums` are those of the forward pass."""
@@ -96,7 +99,7 @@ def backward(
     views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
     given = {"divisors": divisors, "mask": None if mask is None else mask.contiguous()}
     given |= {f"{_STATE[name]}_in": t for name, t in sums.items()}
-    _run("backward", map, features, divisor, is_causal, views, given)
+    _run("backward", map, features, divisor, floor, is_causal, views, given)
     return grads[0], grads[1], grads[2]
 
 
@@ -105,6 +108,7 @@ def _run(
     map: Map,
     features: int,
     divisor: str,
+    floor: float,
     is_causal: bool,
     views: dict[str, Tensor],
     given: dict[str, Tensor | None],
@@ -114,5 +118,7 @@ def _run(
     kept = {name: None if t is None else t.detach().to(query.dtype).contiguous() for name, t in weights.items()}
     sizes = (*query.shape[:2], key.shape[1], query.shape[2], *key.shape[2:], value.shape[3], features)
     rule = (_KINDS.index(map.kind), _DIVISORS.index(divisor), is_causal)
-    numbers = {**dict(zip(_NUMBERS, (*sizes, *rule), strict=True)), "scale": map.scale, "constant": map.constant}
-    calls.run(which, _Call, numbers, views, {**given, **kept})
+    reals = {"scale": map.scale, "constant": map.constant, "floor": floor}
+    numbers = {**dict(zip(_NUMBERS, (*sizes, *rule), strict=True)), **reals}
+    work = features * value.shape[3] * (query[..., 0].numel() + key[..., 0].numel())
+    calls.run(which, _Call, numbers, views, {**given, **kept}, work)

@@ -86,14 +86,17 @@ void product(T* c, Index c_row, const T* a, Index row, Index step, const T* b, I
     if (j < columns) panel<T, 1>(c + j, c_row, a, row, step, b + j, b_row, rows, inner, add);
 }
 
-// out (columns x n) = x^T of x (n x columns); what lies beyond, up to whole vectors, comes along.
+// out (columns x n) = factor x^T of x (n x columns), and zeros up to whole vectors
 template <class T>
-void transpose(const Matrix<T>& out, const Matrix<T>& x, Index n) {
+void transpose(const Matrix<T>& out, const Rows<T>& x, Index n, T factor = 1) {
     constexpr Index L = LANES<T>;
     for (Index i = 0; i < n; i += L)
         for (Index j = 0; j < x.columns; j += L) {
-            Vector<T> square[L];
-            for (Index k = 0; k < L; ++k) square[k] = vector(x[i + k] + j);
+            Vector<T> square[L] = {};
+            if (i + L <= n)
+                for (Index k = 0; k < L; ++k) square[k] = vector(x[i + k] + j) * factor;
+            else
+                for (Index k = 0; k < n - i; ++k) square[k] = vector(x[i + k] + j) * factor;
             transpose_square<T>(square);
             for (Index k = 0; k < L; ++k) vector(out[j + k] + i) = square[k];
         }

@@ -101,15 +101,15 @@ struct Sums {
 // A chunk of keys and values, mapped.
 template <class T>
 struct Keys {
-    Matrix<T> scratch, phi, phi_t, value;
-    Rows<T> x;  // (n x D), in place or in scratch
+    Matrix<T> scratch, phi, phi_t, value_scratch;
+    Rows<T> x, value;  // (n x D) and (n x E), in place or in scratch
     std::vector<T> b, level;
     std::vector<char> real;
     Index start = 0, n = 0;
 
     explicit Keys(const Problem<T>& p)
-        : scratch(CHUNK, p.D), phi(CHUNK, p.F), phi_t(p.F, CHUNK), value(CHUNK, p.E), x(scratch), b(CHUNK), level(p.levels()),
-          real(CHUNK), first(p.levels()), higher(p.levels()) {}
+        : scratch(CHUNK, p.D), phi(CHUNK, p.F), phi_t(p.F, CHUNK), value_scratch(CHUNK, p.E), x(scratch), value(value_scratch),
+          b(CHUNK), level(p.levels()), real(CHUNK), first(p.levels()), higher(p.levels()) {}
 
     // From `start` on, at most to `end`; pads count for nothing. `before` is the level so far; where `is_causal`, the chunk ends
     // before the level would rise too far above that of its first key.
@@ -151,12 +151,14 @@ struct Keys {
 
     void read_rows(const Problem<T>& p, Index batch, Index head) {
         x = fetch(scratch, p.call.key, batch, head, start, n);
-        load(value, p.call.value, batch, head, start, n);
+        value = value_scratch;
+        if (p.call.mask) load(value, p.call.value, batch, head, start, n);
+        else value = fetch(value_scratch, p.call.value, batch, head, start, n);
         for (Index i = 0; i < n; ++i) {
             real[i] = p.is_real(batch, start + i);
             if (!real[i]) std::fill(value[i], value[i] + p.E, T(0));
         }
-        map(p, phi, x, n, false, b.data());
+        map(p, phi, x, n, head, false, b.data());
     }
 
     // phi relative to `level`

@@ -16,7 +16,7 @@
 namespace subquad {
 
 constexpr Index PANEL = 96;  // queries
-constexpr Index BLOCK = 48;  // keys
+constexpr Index BLOCK = 64;  // keys, at most
 constexpr double BARRED = -1e30, NOTHING = BARRED / 10;  // as in tiles.py
 
 struct Tile {
@@ -66,21 +66,22 @@ struct Panel {
     Index z = 0, s = 0, g = 0, row = 0;           // `row` of the output, in whole sequences
     const Part* part = nullptr;
     Work work = {};
-    Matrix<T> query, query_t, key_copy, value_copy, scores;
-    Rows<T> key, value;
+    Matrix<T> query_copy, query_t, key_copy, value_copy, scores;
+    Rows<T> query, key, value;
 
     explicit Panel(const TilesCall& c)
-        : call(c), D(c.channels), E(c.value_channels), query(PANEL, D), query_t(D, PANEL), key_copy(BLOCK, D),
-          value_copy(BLOCK, E), scores(BLOCK, PANEL), key(key_copy), value(value_copy) {}
+        : call(c), D(c.channels), E(c.value_channels), query_copy(PANEL, D), query_t(D, PANEL), key_copy(BLOCK, D),
+          value_copy(BLOCK, E), scores(BLOCK, PANEL), query(query_copy), key(key_copy), value(value_copy) {}
 
     void begin(const Part& p, const Work& w, Index sequence, Index subsequence, Index group) {
         part = &p, work = w, z = sequence, s = subsequence, g = group, n = w.n, row = z * p.groups + g;
-        const T* from = p.query.at<T>(z, s, token(0)) + g * p.query_group;
-        for (Index i = 0; i < n; ++i, from += p.query.token) {
-            std::memcpy(query[i], from, D * sizeof(T));
-            scale(query[i], T(call.scale), D);
-        }
-        transpose(query_t, query, n);
+        query = fetch(query_copy, of_group(p.query, p.query_group), z, s, token(0), n);
+        transpose(query_t, query, n, T(call.scale));
+    }
+
+    View of_group(View view, Index stride) const {
+        view.data = static_cast<T*>(view.data) + g * stride;
+        return view;
     }
 
     // The i-th query, among those of its subsequence.
@@ -102,8 +103,9 @@ struct Panel {
                                                : tile.first + work.block * tile.step;
             if (start < 0) continue;
             const Index end = std::min<Index>(start + size, part->keys);
-            for (Index j = start; j < end; j += BLOCK) {
-                m = std::min(BLOCK, end - j);
+            const Index blocks = (end - start + BLOCK - 1) / BLOCK;
+            for (Index b = 0, j = start; b < blocks; ++b, j += m) {
+                m = (end - j + blocks - b - 1) / (blocks - b);
                 if (score(j, run * size + j - start)) take(j);
             }
         }
@@ -281,36 +283,35 @@ template <class T>
 struct TileGradients {
     Panel<T> panel;
     View d_key = {}, d_value = {};
-    Matrix<T> grad, grad_t, d_scores, d_query, key_rows, value_rows;
+    Matrix<T> grad_copy, grad_t, d_scores, d_query, key_rows, value_rows;
+    Rows<T> grad;
     Matrix<T> lse, along;  // (1 x n): log-sum-exp, and the output's gradient times the output
 
     explicit TileGradients(const TilesCall& c)
-        : panel(c), grad(PANEL, c.value_channels), grad_t(c.value_channels, PANEL), d_scores(BLOCK, PANEL),
-          d_query(PANEL, c.channels), key_rows(BLOCK, c.channels), value_rows(BLOCK, c.value_channels), lse(1, PANEL),
-          along(1, PANEL) {}
+        : panel(c), grad_copy(PANEL, c.value_channels), grad_t(c.value_channels, PANEL), d_scores(BLOCK, PANEL),
+          d_query(PANEL, c.channels), key_rows(BLOCK, c.channels), value_rows(BLOCK, c.value_channels), grad(grad_copy),
+          lse(1, PANEL), along(1, PANEL) {}
 
     void run() {
         const TilesCall& c = panel.call;
-        const View& view = panel.part->d_query;
-        grad.clear();
+        const Part& part = *panel.part;
+        T* const all = static_cast<T*>(const_cast<void*>(c.grad)) + panel.row * c.length * panel.E;
+        grad = part.place ? Rows<T>(grad_copy) : fetch(grad_copy, {all, 0, 0, panel.E}, 0, 0, panel.place(0), panel.n);
         std::fill(lse[0], lse[0] + PANEL, std::numeric_limits<T>::infinity());
         for (Index i = 0; i < panel.n; ++i) {
             const Index place = panel.place(i), at = panel.row * c.length + place;
+            if (part.place) std::memset(grad[i], 0, panel.E * sizeof(T));
             if (place == c.length) continue;
+            if (part.place) std::memcpy(grad[i], all + place * panel.E, panel.E * sizeof(T));
             const T* out = static_cast<const T*>(c.out) + at * panel.E;
-            std::memcpy(grad[i], static_cast<const T*>(c.grad) + at * panel.E, panel.E * sizeof(T));
             lse[0][i] = static_cast<const T*>(c.lse)[at];
             along[0][i] = 0;
             for (Index e = 0; e < panel.E; ++e) along[0][i] += grad[i][e] * out[e];
         }
-        transpose(grad_t, grad, panel.n);
+        transpose(grad_t, grad, panel.n, T(1));
         std::memset(d_query[0], 0, panel.n * d_query.stride * sizeof(T));
         panel.meet([this](Index first) { take(first); });
-        T* to = view.at<T>(panel.z, panel.s, panel.token(0)) + panel.g * panel.part->d_query_group;
-        for (Index i = 0; i < panel.n; ++i, to += view.token) {
-            scale(d_query[i], T(c.scale), panel.D);
-            std::memcpy(to, d_query[i], panel.D * sizeof(T));
-        }
+        store(panel.of_group(part.d_query, part.d_query_group), d_query, panel.z, panel.s, panel.token(0), panel.n);
     }
 
    private:
@@ -324,15 +325,15 @@ struct TileGradients {
             for (Index i = 0; i < width; i += LANES<T>) {
                 Vector<T>&weight = vector(weights + j * stride + i), &score = vector(found + j * stride + i);
                 weight = exponential<T>(weight - vector(lse[0] + low + i));
-                score = weight * (score - vector(along[0] + low + i));
+                score = weight * (score - vector(along[0] + low + i)) * T(panel.call.scale);
             }
         add_keys(d_value, value_rows, weights, grad, first, n);
-        add_keys(d_key, key_rows, found, panel.query, first, n);  // the query is scaled already
+        add_keys(d_key, key_rows, found, panel.query, first, n);
         product(d_query[low], d_query.stride, found, Index(1), stride, panel.key[0], panel.key.stride, n, m, panel.D, true);
     }
 
     // Keys from `first` on += left (m x n) right (n x columns)
-    void add_keys(const View& view, const Matrix<T>& scratch, const T* left, const Matrix<T>& right, Index first, Index n) {
+    void add_keys(const View& view, const Matrix<T>& scratch, const T* left, const Rows<T>& right, Index first, Index n) {
         const Rows<T> to = fetch(scratch, view, panel.z, panel.s, first, panel.m);
         product(to[0], to.stride, left, panel.scores.stride, Index(1), right[panel.low], right.stride, panel.m, n, to.columns, true);
         keep(scratch, to, view, panel.z, panel.s, first, panel.m);

@@ -94,7 +94,8 @@ def _run(
     out = tensors["out"]
     sizes = (len(parts), out.shape[1], parts[0].query.shape[-1], out.shape[2])
     numbers = {**dict(zip(_WHOLE, sizes, strict=False)), "scale": scale, "part": ctypes.addressof(array)}
-    calls.run(function, _Call, numbers, {}, tensors)
+    pairs = sum(t.count * t.rows * t.columns * p.query.shape[:3].numel() for p in parts for t in p.tiles)
+    calls.run(function, _Call, numbers, {}, tensors, pairs * 2 * out.shape[2])
 
 
 def _part(part: Part, grads: Mapping[str, Tensor], tiles: Any) -> Any:

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -15,7 +16,8 @@ namespace subquad {
 
 using Index = std::ptrdiff_t;
 
-// Of each type: how e^x is split into 2^n e^r (ln 2 in two parts), its range, and the polynomial for |r| <= ln(2) / 2.
+// Of each type: how e^x is split into 2^n e^r (ln 2 in two parts), its range, and the polynomial for |r| <= ln(2) / 2. Half of
+// pi in three parts, of which multiples are exact below `far`, and how many terms sines and cosines need.
 template <class T>
 struct Simd;
 template <>
@@ -26,6 +28,8 @@ struct Simd<float> {
     static constexpr int mantissa = 23, bias = 127, degree = 6;
     static constexpr float e[] = {1.0f, 1.000000038f, 0.5000000108f, 0.1666641497f,
                                   0.04166621738f, 0.008375170787f, 0.001394864065f};
+    static constexpr float half_pi[] = {1.5703125f, 4.837512969970703e-4f, 7.549789954891882e-8f}, far = 8192;
+    static constexpr int terms = 5;
 };
 template <>
 struct Simd<double> {
@@ -37,6 +41,8 @@ struct Simd<double> {
     static constexpr double e[] = {1.0,          1.0,           1.0 / 2,        1.0 / 6,         1.0 / 24,
                                    1.0 / 120,    1.0 / 720,     1.0 / 5040,     1.0 / 40320,     1.0 / 362880,
                                    1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+    static constexpr double half_pi[] = {1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21}, far = 1e6;
+    static constexpr int terms = 9;
 };
 
 template <class T>
@@ -73,6 +79,30 @@ inline Vector<T> exponential(Vector<T> x) {
     for (int k = S::degree - 1; k >= 0; --k) sum = sum * r + S::e[k];
     const Bits power = (Bits)shifted - (Bits)(zero + S::round) + S::bias;
     return given < S::least ? zero : sum * (Vector<T>)(power << S::mantissa);
+}
+
+// sin x and cos x: x is brought to |r| <= pi / 4 by quarter turns, whose half pi is in three parts; far away by libm.
+template <class T>
+inline void sine_and_cosine(Vector<T> x, Vector<T>& sine, Vector<T>& cosine) {
+    using S = Simd<T>;
+    using Bits = typename S::Bits;
+    const Vector<T> zero = {}, magnitude = x < T(0) ? -x : x;
+    const Vector<T> shifted = x * T(0.63661977236758134) + S::round, n = shifted - S::round;
+    const Bits turn = (Bits)shifted - (Bits)(zero + S::round);
+    const Vector<T> r = ((x - n * S::half_pi[0]) - n * S::half_pi[1]) - n * S::half_pi[2], square = r * r;
+    Vector<T> s = zero, c = zero;
+#pragma GCC unroll 16
+    for (int k = S::terms; k > 0; --k) {  // Taylor: each term is the next one's factor
+        s = T(-1.0 / (2 * k * (2 * k + 1))) * square * (s + T(1));
+        c = T(-1.0 / (2 * k * (2 * k - 1))) * square * (c + T(1));
+    }
+    s = s * r + r, c = c + T(1);
+    const Bits is_odd = -(turn & 1), minus_s = (turn & 2) != 0, minus_c = ((turn + 1) & 2) != 0;
+    sine = is_odd ? c : s, cosine = is_odd ? s : c;
+    sine = minus_s ? -sine : sine, cosine = minus_c ? -cosine : cosine;
+    bool is_far = false;
+    for (Index i = 0; i < LANES<T>; ++i) is_far |= !(magnitude[i] < S::far);
+    for (Index i = 0; i < (is_far ? LANES<T> : 0); ++i) sine[i] = std::sin(x[i]), cosine[i] = std::cos(x[i]);
 }
 
 template <class T>

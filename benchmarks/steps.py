@@ -1,0 +1,131 @@
+"""One token at a time, attention alone: how long a step takes after so many tokens, on this machine.
+
+    python benchmarks/steps.py --out benchmarks/steps.json
+
+A state is filled up to each position. In every round each method takes a few steps from each of its states, in turns with the
+others, and is compared with softmax, whose state is the keys and values so far, at that position in that round. A figure is the
+median over rounds; the interval holds the middle 80 percent of them. Beyond `--most` tokens softmax has no state: there is no
+comparison. The first step of a round is not timed: there a state that grows moves to memory of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, track
+from torch import Tensor
+
+import subquad as sq
+from subquad.state import State
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
+from benchmarks.common import command, machine, middle, new_table, numbers, write
+from benchmarks.engines import HEAD_DIM, HEADS
+
+METHODS = "softmax,linear,taylor,plain,efficient,performer,local"
+BASE = "softmax"
+PIECE = 8192  # tokens a call, while a state is filled
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=METHODS, help="names, separated by commas")
+    parser.add_argument("--positions", default="1024,8192,65536,1000000", help="tokens in the state when the steps begin")
+    parser.add_argument("--most", type=int, default=65536, help="tokens that softmax keeps at most")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=64, help="in each round, at each position")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
+    results: dict[str, Any] = {
+        "command": command(__file__, given),
+        "machine": machine(),
+        "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
+        "cells": measure(options.methods.split(","), sorted(numbers(options.positions)), options),
+    }
+    if options.out:
+        write(options.out, results)
+    show(results)
+
+
+@torch.inference_mode()
+def measure(methods: Sequence[str], positions: Sequence[int], options: argparse.Namespace) -> list[dict[str, Any]]:
+    states: dict[tuple[str, int], State] = {}
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
+        for method in methods:
+            reached = [p for p in positions if method != BASE or p <= options.most]
+            task = progress.add_task(f"{method}: its states", total=max(reached, default=0))
+            states |= {(method, p): s for p, s in fill(method, reached, lambda n, task=task: progress.advance(task, n))}
+    seconds: dict[tuple[str, int], list[float]] = {cell: [] for cell in states}
+    for _ in track(range(options.rounds), description="steps", transient=True, console=Console(stderr=True)):
+        for (method, position), state in states.items():
+            seconds[method, position].append(run(method, state, options.steps))
+    return [row(*cell, seconds, states[cell]) for cell in states]
+
+
+def fill(method: str, positions: Sequence[int], advance: Any) -> Any:
+    """A state at each position, with memory of its own."""
+    generator, state, start = torch.Generator().manual_seed(0), None, 0
+    for position in positions:
+        while start < position:
+            length = min(PIECE, position - start)
+            q, k, v = tokens(length, generator)
+            _, state = sq.attention(q, k, v, method, is_causal=True, state=state, return_state=True)
+            start += length
+            advance(length)
+        assert state is not None
+        yield position, state.clone()
+
+
+def tokens(length: int, generator: torch.Generator | None = None) -> list[Tensor]:
+    return [torch.randn(1, HEADS, length, HEAD_DIM, generator=generator) for _ in range(3)]
+
+
+def run(method: str, state: State, steps: int) -> float:
+    """Seconds a step."""
+    q, k, v = tokens(1)
+    now = time.perf_counter()
+    for step in range(steps + 1):
+        if step == 1:
+            now = time.perf_counter()
+        _, state = sq.attention(q, k, v, method, is_causal=True, state=state, return_state=True)
+    return (time.perf_counter() - now) / steps
+
+
+def row(method: str, position: int, seconds: dict[tuple[str, int], list[float]], state: State) -> dict[str, Any]:
+    own, base = seconds[method, position], seconds.get((BASE, position))
+    ratios = None if base is None else [b / s for b, s in zip(base, own, strict=True)]
+    return {
+        "method": method,
+        "position": position,
+        "rounds": len(own),
+        "microseconds": round(statistics.median(own) * 1e6, 1),
+        "microseconds_80_percent": [round(edge * 1e6, 1) for edge in middle(own)],
+        "times_softmax": None if ratios is None else round(statistics.median(ratios), 2),
+        "times_softmax_80_percent": None if ratios is None else [round(edge, 2) for edge in middle(ratios)],
+        "state_bytes": state.nbytes,
+    }
+
+
+def show(results: dict[str, Any]) -> None:
+    table = new_table("A step, attention alone", "method", "position", "microseconds", "80%", "times softmax", "state MiB")
+    for cell in results["cells"]:
+        low, high = cell["microseconds_80_percent"]
+        ratio = "-" if cell["times_softmax"] is None else f"{cell['times_softmax']:.1f}"
+        size = f"{cell['state_bytes'] / 2**20:.2f}"
+        table.add_row(
+            cell["method"], f"{cell['position']:,}", f"{cell['microseconds']:.0f}", f"{low:.0f} - {high:.0f}", ratio, size
+        )
+    Console().print(results["machine"], table)
+
+
+if __name__ == "__main__":
+    main()
