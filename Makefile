@@ -51,7 +51,7 @@ peers: install
 	    </dev/null || echo "$$package does not install here: left out"; \
 	done
 	$(BIN)/python benchmarks/peers.py --out benchmarks/peers.json
-	$(BIN)/python benchmarks/peers.py --docs
+	$(BIN)/python benchmarks/docs.py
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +48,18 @@ def new_table(title: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, justify="left" if heading in _LEFT else "right")
     return table
+
+
+def where(results: dict[str, Any]) -> str:
+    """On which machine, and what was measured, in a sentence each."""
+    at, shape = results["machine"], results["shape"]
+    return (
+        f"{at['processor']}, {at['cores']} cores, {at['threads']} threads, {at['system']}, PyTorch {at['torch']}, "
+        f"Python {at['python']}. Batch {shape['batch']}, {shape['heads']} heads of {shape['head_dim']} channels, "
+        f"{shape['dtype']}."
+    )
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    return [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *(f"| {' | '.join(row)} |" for row in rows)]

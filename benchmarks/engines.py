@@ -31,7 +31,7 @@ from subquad import reference
 from subquad.bench.measure import configured
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, machine, middle, new_table, numbers, write
+from benchmarks.common import command, machine, markdown, middle, new_table, numbers, where, write
 
 HEADS, HEAD_DIM = 8, 64
 PASSES = ("forward", "training")  # training: forward and backward
@@ -66,13 +66,13 @@ print((kilobytes("VmHWM") - before) * 1024)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=";".join(METHODS), help="names, separated by semicolons")
-    parser.add_argument("--lengths", default="1024,4096,16384")
+    parser.add_argument("--lengths", default="1024,4096,16384", help="lengths to compare with SDPA; empty: none")
     parser.add_argument("--rounds", type=int, default=11, help="up to 4,096 tokens; three for longer sequences")
     parser.add_argument("--growth", default="4096,16384,65536", help="lengths for the growth of time and memory; empty: none")
     parser.add_argument("--memory-length", type=int, default=1_000_000, help="tokens for the kernelized memory table; 0: none")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
-    methods, lengths = options.methods.split(";"), numbers(options.lengths)
+    methods, lengths = options.methods.split(";"), numbers(options.lengths) if options.lengths else []
 
     for method in methods:
         check_agreement(method)
@@ -222,6 +222,22 @@ def memory(method: str, length: int, is_causal: bool) -> dict[str, object]:
     whole = 4 * length * HEAD_DIM * 4  # inputs and output
     multiple = round(peak(method, length, is_causal, 1) / whole, 3)
     return {"length": length, "method": method, "is_causal": is_causal, "peak_over_inputs_and_output": multiple}
+
+
+def section(results: dict[str, Any]) -> str:
+    """Growth and memory, for docs/performance.md."""
+    lengths = [f"{n:,}" for n in results["growth"][0]["lengths"]]
+    rows = [
+        [f"`{r['method']}`", *(f"{ms:.0f}" for ms in r["milliseconds"]), f"{r['time_slope']:.2f}", f"{r['memory_slope']:.2f}"]
+        for r in results["growth"]
+    ]
+    table = markdown(["method", *(f"ms at {n}" for n in lengths), "exponent of time", "of memory"], rows)
+    most = max(results["memory"], key=lambda row: row["peak_over_inputs_and_output"])
+    memory = (
+        f"At {most['length']:,} tokens, one head of {HEAD_DIM} channels, a forward pass of a kernelized mechanism adds at most "
+        f"{most['peak_over_inputs_and_output']:.2f} of inputs and output together."
+    )
+    return "\n".join([where(results), "", *table, "", memory, "", f"The command: `{results['command']}`."])
 
 
 def show(results: dict[str, Any]) -> None:

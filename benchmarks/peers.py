@@ -2,7 +2,6 @@
 
     make peers                                                                  # installs them, then everything
     python benchmarks/peers.py --methods linear,local --lengths 1024,4096       # a first look
-    python benchmarks/peers.py --docs                                           # only the table, from the JSON that is there
 
 `implementations.py` has one line for each: both sides get the same tensors and the same settings, and where the functions are
 the same they get the same weights, and must agree before they are timed. Then all of them run in turn, in shuffled order, round
@@ -23,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import random
 import statistics
 import sys
@@ -43,19 +41,15 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 import subquad as sq
-from subquad import files
 from subquad.bench.machine import free_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, machine, middle, new_table, numbers, write
+from benchmarks.common import command, machine, markdown, middle, new_table, numbers, where, write
 from benchmarks.implementations import HEAD_DIM, HEADS, PACKAGES, PEERS, WIDTH, Peer, Side
 
 PASSES = ("forward", "training")
 FEW_ROUNDS = 3  # beyond 4,096 tokens
 SAME = 1e-3  # the largest relative difference between two that compute the same in float32
-OUT = Path(__file__).with_name("peers.json")
-DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
-START, END = "<!-- made from benchmarks/peers.json -->", "<!-- end -->"
 
 
 @dataclass
@@ -72,9 +66,6 @@ class Line:
 def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
-    if options.docs:
-        write_docs()
-        return
     peers, left_out = available([p for p in PEERS if p.method in options.methods and p.package in options.peers])
     results: dict[str, Any] = {
         "command": command(__file__, arguments),
@@ -115,9 +106,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=11, help=f"up to 4,096 tokens; {FEW_ROUNDS} at most for longer sequences")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a call may take")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
-    parser.add_argument(
-        "--docs", action="store_true", help=f"measure nothing; write the table in docs/{DOCS.name} from {OUT.name}"
-    )
     options = parser.parse_args(arguments)
     for name, known in (("methods", methods), ("peers", PACKAGES), ("passes", PASSES)):
         chosen = getattr(options, name).split(",")
@@ -382,26 +370,18 @@ def cell(row: dict[str, Any] | None) -> str:
     return figure(row["times_peer"]) + net
 
 
-def section(results: dict[str, Any] | None) -> str:
-    """What stands between the marks in docs/performance.md."""
-    if results is None:
-        return "Not measured yet: `make peers` does it."
+def section(results: dict[str, Any]) -> str:
+    """For docs/performance.md."""
     by = {(*identity(r), r["pass"], r["length"]): r for r in results["time"]}
     columns = sorted({(r["pass"], r["length"]) for r in results["time"]})
     order = [(p["method"], p["peer"], is_causal) for p in results["peers"] for is_causal in (False, True)]
-    where, shape = results["machine"], results["shape"]
-    heads = [f"{which} {n:,}" for which, n in columns]
-    lines = [
-        f"{where['processor']}, {where['cores']} cores, {where['threads']} threads, {where['system']}, "
-        f"PyTorch {where['torch']}, Python {where['python']}. "
-        f"Batch {shape['batch']}, {shape['heads']} heads of {shape['head_dim']} channels, {shape['dtype']}.",
-        "",
-        " | ".join(["| method", "against", "causal", *heads]) + " |",
-        "|---" * (3 + len(columns)) + "|",
+    rows = [
+        [f"`{method}`", name, "yes" if is_causal else "no"]
+        + [cell(by.get((method, name, is_causal, *column))) for column in columns]
+        for method, name, is_causal in sorted({identity(r) for r in results["time"]}, key=order.index)
     ]
-    for method, name, is_causal in sorted({identity(r) for r in results["time"]}, key=order.index):
-        cells = [cell(by.get((method, name, is_causal, *column))) for column in columns]
-        lines.append(" | ".join([f"| `{method}`", name, "yes" if is_causal else "no", *cells]) + " |")
+    heads = [f"{which} {n:,}" for which, n in columns]
+    lines = [where(results), "", *markdown(["method", "against", "causal", *heads], rows)]
     lines += ["", "Settings, ours and then theirs:", ""]
     for p in results["peers"]:
         note = f" {p['note'][0].upper()}{p['note'][1:]}." if p["note"] else ""
@@ -422,19 +402,6 @@ def identity(row: dict[str, Any]) -> tuple[str, str, bool]:
 
 def told(row: dict[str, Any]) -> str:
     return f"`{row['method']}`, {row['peer']}, {'causal, ' if row['is_causal'] else ''}{row['pass']} at {row['length']:,}"
-
-
-def with_section(text: str, results: dict[str, Any] | None) -> str:
-    before, rest = text.split(START)
-    return f"{before}{START}\n{section(results)}\n{END}{rest.split(END, 1)[1]}"
-
-
-def measured(path: Path = OUT) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def write_docs() -> None:
-    files.write(DOCS, with_section(DOCS.read_text(), measured()).encode())
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ from rich.console import Console
 import subquad as sq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, machine, middle, new_table, numbers, write
+from benchmarks.common import command, machine, markdown, middle, new_table, numbers, where, write
 from benchmarks.engines import HEAD_DIM, HEADS, directions, resolve_at, runner, timed
 from subquad.report.attention_map import attention_map
 
-METHODS = [name for name in sq.methods() if name not in ("softmax", "svd", "rfa", "clustered", "pooled")]
+METHODS = [name for name in sq.methods() if name not in ("softmax", "svd")]
 SIDE = 1024  # of the matrices whose product is the limit
 COPIED = 2**26  # bytes of the copy that is the limit of memory
 _MAPPED = 4096  # tokens at most on which pairs are counted
@@ -91,10 +91,14 @@ def operations(method: str, length: int, is_causal: bool) -> float:
     config: Any = resolve_at(method, length)
     engine = config.info.engine
     if engine == "kernelized":
-        features = getattr(config, "features", HEAD_DIM)
-        products = 4 * features * HEAD_DIM  # into the sums, and out of them
-        maps = 4 * features * HEAD_DIM if hasattr(config, "features") else 0
-        return float(HEADS * length * (products + maps))
+        directions = getattr(config, "features", 0)
+        features = 2 * directions if method == "rfa" else directions or HEAD_DIM
+        return float(HEADS * length * 4 * (directions + features) * HEAD_DIM)  # maps; into the sums, and out of them
+    if method == "clustered":  # codes, attention of the centroids, and what each query sees anew; k-means counts bits
+        return float(HEADS * length * HEAD_DIM * (2 * config.bits + 4 * config.clusters + 4 * config.topk))
+    if method == "pooled":
+        near, far = (config.window, length / 2) if is_causal else (2 * config.window, length)
+        return float(4 * HEADS * length * (near + 1 + far / config.stride) * HEAD_DIM)
     if method == "linformer":  # two compressions, then attention to what is left
         return float(HEADS * length * config.rank * HEAD_DIM * 8)
     if method == "nystrom":  # attention to and from the landmarks, and the inverse
@@ -130,6 +134,24 @@ def show(results: dict[str, Any]) -> None:
         figures = (f"{c['limit_milliseconds']:.2f}", f"{c['milliseconds']:.2f}", f"{c['share']:.2f}", f"{low:.2f} - {high:.2f}")
         table.add_row(c["method"], f"{c['length']:,}", "yes" if c["is_causal"] else "no", *figures)
     Console().print(table)
+
+
+def section(results: dict[str, Any]) -> str:
+    """For docs/performance.md."""
+    lengths = sorted({c["length"] for c in results["cells"]})
+    by = {(c["method"], c["is_causal"], c["length"]): c for c in results["cells"]}
+    rows = []
+    for method, is_causal in sorted({key[:2] for key in by}, key=lambda k: (METHODS.index(k[0]), k[1])):
+        cells = [by[method, is_causal, n] for n in lengths]
+        figures = [f"{c[f'{name}milliseconds']:.1f}" for c in cells for name in ("limit_", "")] + [
+            f"{c['share']:.2f}" for c in cells
+        ]
+        rows.append([f"`{method}`", "yes" if is_causal else "no", *figures])
+    headings = [f"{name} {n:,}" for n in lengths for name in ("limit, ms,", "taken, ms,")] + [f"share {n:,}" for n in lengths]
+    speeds = [statistics.median(c[name] for c in results["cells"]) for name in ("product_gigaflops", "copy_gigabytes")]
+    limits = f"Products of matrices at {speeds[0]:.0f} GFLOP/s, memory at {speeds[1]:.0f} GB/s."
+    table = markdown(["method", "causal", *headings], rows)
+    return "\n".join([f"{where(results)} {limits}", "", *table, "", f"The command: `{results['command']}`."])
 
 
 if __name__ == "__main__":

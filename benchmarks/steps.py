@@ -27,7 +27,7 @@ import subquad as sq
 from subquad.state import State
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, machine, middle, new_table, numbers, write
+from benchmarks.common import command, machine, markdown, middle, new_table, numbers, where, write
 from benchmarks.engines import HEAD_DIM, HEADS
 
 METHODS = "softmax,linear,taylor,plain,efficient,performer,local"
@@ -125,6 +125,23 @@ def show(results: dict[str, Any]) -> None:
             cell["method"], f"{cell['position']:,}", f"{cell['microseconds']:.0f}", f"{low:.0f} - {high:.0f}", ratio, size
         )
     Console().print(results["machine"], table)
+
+
+def section(results: dict[str, Any]) -> str:
+    """For docs/performance.md."""
+    positions = sorted({c["position"] for c in results["cells"]})
+    by = {(c["method"], c["position"]): c for c in results["cells"]}
+    rows = []
+    for method in dict.fromkeys(c["method"] for c in results["cells"]):
+        cells = [by.get((method, p)) for p in positions]
+        steps = ["-" if c is None else f"{c['microseconds']:.0f}" for c in cells]
+        times = ["-" if c is None or c["times_softmax"] is None else f"{c['times_softmax']:.1f}" for c in cells]
+        rows.append([f"`{method}`", *steps, *times])
+    headings = [f"{p:,}" for p in positions]
+    table = markdown(
+        ["method", *(f"microseconds at {h}" for h in headings), *(f"times softmax at {h}" for h in headings)], rows
+    )
+    return "\n".join([where(results), "", *table, "", f"The command: `{results['command']}`."])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from benchmarks import decode, peers, roofline
+from benchmarks import decode, docs, peers, roofline, steps
 from benchmarks.implementations import Peer, Side, ours
 
 import subquad as sq
@@ -220,9 +220,17 @@ def test_memory_is_bounded_and_freed_again():
     torch.empty(2**20)
 
 
-def test_the_docs_table_is_written_between_its_marks():
-    text = f"before\n{peers.START}\nold\n{peers.END}\nafter\n"
-    assert peers.with_section(text, None) == f"before\n{peers.START}\n{peers.section(None)}\n{peers.END}\nafter\n"
+def test_the_docs_tables_are_written_between_their_marks(monkeypatch, tmp_path):
+    monkeypatch.setattr(docs, "SECTIONS", {"one": lambda found: found["a"], "two": lambda found: found["a"] * 2})
+    for name in docs.SECTIONS:
+        (tmp_path / f"{name}.json").write_text('{"a": "new"}')
+    text = "before\n<!-- made from benchmarks/{} -->\n{}\n<!-- end -->\nafter\n"
+    old, new = (
+        "".join(text.format(*pair) for pair in (("one.json", a), ("two.json", b))) for a, b in (("x", "y"), ("new", "newnew"))
+    )
+    assert docs.filled(old, tmp_path) == new
+    with pytest.raises(SystemExit, match="has the mark"):
+        docs.filled(old + old, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -250,3 +258,17 @@ def test_a_share_of_the_limit_for_every_method(tmp_path):
     assert all(c["share"] > 0 and c["limit_milliseconds"] > 0 for c in cells.values())
     assert cells["linear", True]["gigaflop"] == pytest.approx(8 * 128 * 4 * 64 * 64 / 1e9, abs=1e-3)
     assert cells["local", False]["gigaflop"] == pytest.approx(8 * 128 * 128 * 4 * 64 / 1e9, abs=1e-3)  # it sees all
+
+
+def test_steps(tmp_path):
+    out = tmp_path / "steps.json"
+    arguments = ["--methods", "softmax,linear", "--positions", "8,40", "--most", "20", "--rounds", "2", "--steps", "3"]
+    steps.main([*arguments, "--out", str(out)])
+    found = json.loads(out.read_text())
+    cells = {(c["method"], c["position"]): c for c in found["cells"]}
+    assert set(cells) == {("softmax", 8), ("linear", 8), ("linear", 40)}
+    assert cells["softmax", 8]["times_softmax"] == 1
+    assert cells["linear", 8]["times_softmax"] > 0
+    assert cells["linear", 40]["times_softmax"] is None
+    assert cells["linear", 8]["state_bytes"] == cells["linear", 40]["state_bytes"]
+    assert "| `softmax` |" in steps.section(found)

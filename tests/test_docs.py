@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import peers
+from benchmarks import docs
 
 import subquad as sq
 from subquad import models
@@ -163,7 +163,7 @@ def test_memory_figures():
 
 def test_the_figures_beside_others_are_the_measured_ones():
     shown = (ROOT / "docs" / "performance.md").read_text()
-    assert shown == peers.with_section(shown, peers.measured())
+    assert shown == docs.filled(shown)
 
 
 def test_the_changelog_has_this_version():
