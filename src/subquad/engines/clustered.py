@@ -6,7 +6,8 @@ for query i of cluster c. A_c is the softmax over keys of the mean of the cluste
 
 Clusters come from k-means on codes of +1 and -1. Queries are then laid out in blocks of one cluster each, so that a block
 meets the k keys of its cluster in one small product. Cost: O(N C bits) time for each iteration of k-means, and
-O((C M + N k) (D + Dv)); the weights (C, M), like all else, are formed in pieces where no gradient is recorded.
+O((C M + N k) (D + Dv)); the weights (C, M), like all else, are formed in pieces where no gradient is recorded. On CPUs compiled
+loops do the work where they can, and keep no weights for the backward pass either.
 
 B batch, H query heads, K key-value heads, G = H / K queries a group, N queries, M keys, D channels, Dv value channels,
 C clusters, g blocks of b queries.
@@ -15,12 +16,15 @@ C clusters, g blocks of b queries.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.engines import native
+from subquad.engines.native import clustered as compiled
 from subquad.engines.tensors import is_recorded, widen
 from subquad.masks import zero_pads
 
@@ -47,27 +51,29 @@ def attend(
     queries, keys = query.shape[2], key.shape[2]
     if queries == 0 or keys == 0:
         return query.new_zeros(*query.shape[:3], value.shape[-1]) + value.sum()  # 0, and the graph is kept
-    whole = is_recorded(query, key, value)
     real = key_padding_mask if queries == keys else None
-    clusters = min(clusters, queries)
     q = widen(query)
-    assignment = assign(_sign(q @ projection.to(q.dtype).mT), real, clusters, iterations)  # (B, H, N)
-
-    count = _sums(zero_pads(torch.ones_like(q[..., :1]), real), assignment, clusters)
-    centroid = _sums(zero_pads(q, real), assignment, clusters) / count.clamp(min=1)  # (B, H, C, D)
+    assignment = assign(q @ projection.to(q.dtype).mT, real, min(clusters, queries), iterations)  # (B, H, N)
     key, value = (zero_pads(x.to(q.dtype), key_padding_mask) for x in (key, value))
-    source = _Source(key, value, key_padding_mask, scale)
-    shared = _share(centroid, source, min(topk, keys), whole)
-    out = _meet(q, source, shared, _blocks(assignment, clusters), whole) if topk else _rows(shared.rest, assignment)
-    return out.to(query.dtype)
+    given = (q, key, value, assignment, key_padding_mask, real)
+    sizes = _Sizes(min(clusters, queries), min(topk, keys), scale)
+    if not native.can_take(*given):
+        return _by_pytorch(*given, sizes).to(query.dtype)
+    if is_recorded(q, key, value):
+        return _Compiled.apply(*given, sizes)[0].to(query.dtype)  # type: ignore[no-untyped-call]
+    return compiled.forward(*given, **asdict(sizes))[0].to(query.dtype)
 
 
 @torch.no_grad()
-def assign(code: Tensor, real: Tensor | None, clusters: int, iterations: int) -> Tensor:
-    """The cluster (B, H, N) of each code (B, H, N, bits), by k-means in Hamming space over the `real` (B, N) ones.
+def assign(x: Tensor, real: Tensor | None, clusters: int, iterations: int) -> Tensor:
+    """The cluster (B, H, N) of the codes that are the signs of x (B, H, N, bits), by k-means in Hamming space.
 
-    A row of n real codes starts from those of rank floor(c n / C), C being `clusters` or n if that is less.
+    Only the `real` (B, N) codes shape clusters. A row of n of them starts from those of rank floor(c n / C), C being `clusters`
+    or n if that is less.
     """
+    if native.can_take(x, real):
+        return compiled.assign(x, real, clusters, iterations)
+    code = _sign(x)
     first, precedence = _start(code, real, clusters)
     centroid = _rows(code, first)  # (B, H, C, bits)
     members = zero_pads(F.pad(code, (0, 1), value=1.0), real)  # the last column counts
@@ -75,6 +81,61 @@ def assign(code: Tensor, real: Tensor | None, clusters: int, iterations: int) ->
         total = _sums(members, _nearest(code, centroid, precedence), clusters)
         centroid = torch.where(total[..., -1:] > 0, _sign(total[..., :-1]), centroid)
     return _nearest(code, centroid, precedence)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """C, k, and the factor on q . k."""
+
+    clusters: int
+    topk: int
+    scale: float
+
+
+class _Compiled(torch.autograd.Function):
+    """The output, and what queries share. What was given is kept besides; the weights are computed again."""
+
+    @staticmethod
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        assignment: Tensor,
+        mask: Tensor | None,
+        real: Tensor | None,
+        sizes: _Sizes,
+    ) -> tuple[Tensor, ...]:
+        return compiled.forward(query, key, value, assignment, mask, real, **asdict(sizes))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.sizes = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return *compiled.backward(grad, *ctx.saved_tensors, scale=ctx.sizes.scale), None, None, None, None
+        query, key, value, assignment, mask, real = ctx.saved_tensors[:6]
+        again = _by_pytorch(query, key, value, assignment, mask, real, ctx.sizes)  # its gradients have gradients
+        needs = ctx.needs_input_grad[:3]
+        needed = [x for x, is_needed in zip((query, key, value), needs, strict=True) if is_needed]
+        found = iter(torch.autograd.grad(again, needed, grad, create_graph=True, materialize_grads=True))
+        return *(next(found) if is_needed else None for is_needed in needs), None, None, None, None
+
+
+def _by_pytorch(
+    query: Tensor, key: Tensor, value: Tensor, assignment: Tensor, mask: Tensor | None, real: Tensor | None, sizes: _Sizes
+) -> Tensor:
+    whole = is_recorded(query, key, value)
+    count = _sums(zero_pads(torch.ones_like(query[..., :1]), real), assignment, sizes.clusters)
+    centroid = _sums(zero_pads(query, real), assignment, sizes.clusters) / count.clamp(min=1)  # (B, H, C, D)
+    source = _Source(key, value, mask, sizes.scale)
+    shared = _share(centroid, source, sizes.topk, whole)
+    if not sizes.topk:
+        return _rows(shared.rest, assignment)
+    return _meet(query, source, shared, _blocks(assignment, sizes.clusters), whole)
 
 
 def _start(code: Tensor, real: Tensor | None, clusters: int) -> tuple[Tensor, Tensor]:
