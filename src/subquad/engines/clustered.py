@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines import native
+from subquad.engines.again import again
 from subquad.engines.native import clustered as compiled
 from subquad.engines.tensors import is_recorded, widen
 from subquad.masks import zero_pads
@@ -118,11 +120,8 @@ class _Compiled(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return *compiled.backward(grad, *ctx.saved_tensors, scale=ctx.sizes.scale), None, None, None, None
         query, key, value, assignment, mask, real = ctx.saved_tensors[:6]
-        again = _by_pytorch(query, key, value, assignment, mask, real, ctx.sizes)  # its gradients have gradients
-        needs = ctx.needs_input_grad[:3]
-        needed = [x for x, is_needed in zip((query, key, value), needs, strict=True) if is_needed]
-        found = iter(torch.autograd.grad(again, needed, grad, create_graph=True, materialize_grads=True))
-        return *(next(found) if is_needed else None for is_needed in needs), None, None, None, None
+        run = partial(_by_pytorch, query, key, value, assignment, mask, real, ctx.sizes)
+        return *again(run, (query, key, value), ctx.needs_input_grad[:3], grad), None, None, None, None
 
 
 def _by_pytorch(

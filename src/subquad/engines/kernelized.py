@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from subquad.engines import native
+from subquad.engines.again import again
 from subquad.engines.chunk_weights import (
     CHUNK,
     Weights,
@@ -196,12 +198,8 @@ class _Compiled(torch.autograd.Function):
             loops = _loops(ctx.kernel, ctx.is_causal)
             grads = compiled.backward(grad, query, key, value, mask, out, divisors, before, **loops)
             return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None, None
-        again = _by_pytorch(query, key, value, ctx.kernel, ctx.is_causal, mask, {}).to(
-            grad.dtype
-        )  # its gradients have gradients
-        needed = [x for x, is_needed in zip((query, key, value), ctx.needs_input_grad, strict=False) if is_needed]
-        found = iter(torch.autograd.grad(again, needed, grad, create_graph=True, materialize_grads=True))
-        return *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[:3]), None, None, None
+        run = partial(_by_pytorch, query, key, value, ctx.kernel, ctx.is_causal, mask, {})
+        return *again(run, (query, key, value), ctx.needs_input_grad[:3], grad), None, None, None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def assign(code: Tensor, real: Tensor | None, clusters: int, iterations: int) ->
     names = ("batch", "heads", "queries", "bits", "clusters", "iterations")
     numbers = dict(zip(names, (*code.shape, clusters, iterations), strict=True))
     given = {"real": None if real is None else real.contiguous(), "assignment": assignment}
-    calls.run("clustered_assign", _AssignCall, numbers, {"code": code}, given)
+    calls.run("clustered_assign", _AssignCall, numbers, {"code": code}, given, code.numel() * clusters * iterations // 256)
     return assignment
 
 
@@ -88,4 +88,5 @@ def _run(function: str, views: dict[str, Tensor], given: dict[str, Tensor | None
     assert top is not None
     sizes = (*query.shape[:2], key.shape[1], query.shape[2], *key.shape[2:], value.shape[3], *top.shape[2:])
     numbers = {**dict(zip(_NUMBERS, sizes, strict=True)), "scale": scale}
-    calls.run(function, _Call, numbers, views, {name: None if t is None else t.contiguous() for name, t in given.items()})
+    kept = {name: None if t is None else t.contiguous() for name, t in given.items()}
+    calls.run(function, _Call, numbers, views, kept, 2 * key.numel() * top.shape[2] + 2 * query.numel() * top.shape[3])

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #ifndef WIDTH
@@ -49,6 +50,8 @@ template <class T>
 using Vector = typename Simd<T>::Vector;
 template <class T>
 constexpr Index LANES = WIDTH / sizeof(T);
+template <class T>
+using Whole = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;  // a lane of a comparison
 
 template <class T>
 Index padded(Index n) {
