@@ -22,8 +22,8 @@ struct Gradients {
     std::vector<T> e;
 
     explicit Gradients(const Problem<T>& p)
-        : S_t(p.E, p.F), R(p.F, p.E), R_t(p.E, p.F), z(1, p.F), r(1, p.F), out(CHUNK, p.E), G(CHUNK, p.E),
-          G_t(p.E, CHUNK), value_t(p.E, CHUNK), phi_t(p.F, CHUNK), d_phi(CHUNK, p.F), d_x(CHUNK, p.D), d_value(CHUNK, p.E), tail(CHUNK, p.F), e(CHUNK) {}
+        : S_t(p.E, p.F), R(p.F, p.E), R_t(p.E, p.F), z(1, p.F), r(1, p.F), out(p.chunk, p.E), G(p.chunk, p.E),
+          G_t(p.E, p.chunk), value_t(p.E, p.chunk), phi_t(p.F, p.chunk), d_phi(p.chunk, p.F), d_x(p.chunk, p.D), d_value(p.chunk, p.E), tail(p.chunk, p.F), e(p.chunk) {}
 
     void clear() {
         for (Matrix<T>* x : {&S_t, &R, &R_t, &z, &r}) x->clear();
@@ -91,8 +91,8 @@ void bidirectional_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys
     transpose(g.S_t, sums.S, p.F);
     std::memcpy(g.z[0], sums.z[0], padded<T>(p.F) * sizeof(T));
     for (Index head = h * p.groups; head < (h + 1) * p.groups; ++head)
-        for (Index i = 0; i < p.call.queries; i += CHUNK) {
-            const Index n = std::min(CHUNK, p.call.queries - i);
+        for (Index i = 0; i < p.call.queries; i += p.chunk) {
+            const Index n = std::min(p.chunk, p.call.queries - i);
             query_gradients<T>(p, g, q, nullptr, b, head, i, n);
             for (Index row = 0; row < n && p.has_sum(); ++row) add(g.r[0], q.phi[row], g.e[row], p.F);
             absorb(g.R, q.phi, g.G, n);
@@ -104,7 +104,7 @@ void bidirectional_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys
     }
     transpose(g.R_t, g.R, p.F);
     for (Index j = 0; j < p.call.keys; j += keys.n) {
-        keys.refill(p, b, h, j, std::min(CHUNK, p.call.keys - j), sums.level);
+        keys.refill(p, b, h, j, std::min(p.chunk, p.call.keys - j), sums.level);
         const Rows<T> d_value = place(g.d_value, p.call.d_value, b, h, j);
         read(d_value, keys.phi, g.R, keys.n);
         read(g.d_phi, keys.value, g.R_t, keys.n);

@@ -35,10 +35,12 @@ struct Call {
     void* count_out;
 };
 
+constexpr Index CHUNK = 192, CAUSAL_CHUNK = 48;  // where causal, pairs inside a chunk are computed
+
 template <class T>
 struct Problem {
     const Call& call;
-    Index D, E, F, groups;
+    Index D, E, F, groups, chunk;  // tokens a chunk
     Kind kind;
     Divisor divisor;
     Index heads, angles;         // that have weights of their own; weights of each
@@ -46,6 +48,7 @@ struct Problem {
 
     explicit Problem(const Call& c)
         : call(c), D(c.channels), E(c.value_channels), F(c.features), groups(c.heads / std::max<Index>(c.kv_heads, 1)),
+          chunk(c.is_causal ? CAUSAL_CHUNK : CHUNK),
           kind(Kind(c.kind)), divisor(Divisor(c.divisor)), heads(kind == TRIGONOMETRIC ? c.kv_heads : 1),
           angles(kind == TRIGONOMETRIC ? F / 2 : F), weight(c.weight ? heads * angles : 0, D), weight_t(c.weight ? heads * D : 0, angles) {
         const T* from = static_cast<const T*>(c.weight);

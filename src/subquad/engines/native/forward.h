@@ -12,7 +12,7 @@ struct Queries {
     Matrix<T> scratch, phi, out, pairs, total;
     Rows<T> x;  // (n x D), in place or in scratch
     explicit Queries(const Problem<T>& p)
-        : scratch(CHUNK, p.D), phi(CHUNK, p.F), out(CHUNK, p.E), pairs(CHUNK, CHUNK), total(CHUNK, p.F), x(scratch) {}
+        : scratch(p.chunk, p.D), phi(p.chunk, p.F), out(p.chunk, p.E), pairs(p.chunk, p.chunk), total(p.chunk, p.F), x(scratch) {}
 };
 
 // total (n x F): z before the chunk and the chunk's keys up to each query, or all of z where there are no keys.
@@ -79,8 +79,8 @@ void forward(const Call& call) {
     const Index units = call.batch * call.kv_heads, threads = std::max<Index>(call.threads, 1);
     // Where there are fewer sequences than threads, each is cut into parts.
     Index parts = units && units < threads ? (threads + units - 1) / units : 1;
-    parts = std::max<Index>(std::min(parts, std::max(call.keys, call.queries) / (4 * CHUNK)), 1);
-    const auto cut = [parts](Index length, Index part) { return length * part / parts / CHUNK * CHUNK; };
+    parts = std::max<Index>(std::min(parts, std::max(call.keys, call.queries) / (4 * p.chunk)), 1);
+    const auto cut = [parts, &p](Index length, Index part) { return length * part / parts / p.chunk * p.chunk; };
     const auto end = [parts, cut](Index length, Index part) { return part + 1 == parts ? length : cut(length, part + 1); };
     std::vector<Sums<T>> sums;
     for (Index i = 0; i < units * (parts + 1); ++i) sums.emplace_back(p);
@@ -121,9 +121,9 @@ void forward(const Call& call) {
                     continue;
                 }
                 for (Index g = 0; g < p.groups; ++g)
-                    for (Index i = cut(call.queries, part); i < end(call.queries, part); i += CHUNK)
+                    for (Index i = cut(call.queries, part); i < end(call.queries, part); i += p.chunk)
                         answer<T>(p, q, s[parts], nullptr, b, h * p.groups + g, i,
-                                  std::min(CHUNK, end(call.queries, part) - i));
+                                  std::min(p.chunk, end(call.queries, part) - i));
             }
     }
 }

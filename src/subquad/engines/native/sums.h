@@ -9,7 +9,6 @@
 
 namespace subquad {
 
-constexpr Index CHUNK = 48;       // tokens
 constexpr double SAFE_RISE = 60;  // e^60 and e^-60 are far inside float32
 
 // What was summed over nothing leaves its zeros as they are.
@@ -22,12 +21,13 @@ T nonzero(T x) {
 template <class T>
 T decay(const std::vector<T>& from, const std::vector<T>& to, Index f) {
     const std::size_t l = from.size() == 1 ? 0 : f;
-    return std::exp(from[l] - to[l]);
+    return from[l] == to[l] ? T(1) : std::exp(from[l] - to[l]);
 }
 
 template <class T>
 void decay_rows(const Matrix<T>& x, const std::vector<T>& from, const std::vector<T>& to) {
-    for (Index f = 0; f < x.rows && from != to; ++f) scale(x[f], decay(from, to, f), x.columns);
+    for (Index f = 0; f < x.rows && from != to; ++f)
+        if (const T factor = decay(from, to, f); factor != T(1)) scale(x[f], factor, x.columns);
 }
 
 template <class T>
@@ -108,19 +108,24 @@ struct Keys {
     Index start = 0, n = 0;
 
     explicit Keys(const Problem<T>& p)
-        : scratch(CHUNK, p.D), phi(CHUNK, p.F), phi_t(p.F, CHUNK), value_scratch(CHUNK, p.E), x(scratch), value(value_scratch),
-          b(CHUNK), level(p.levels()), real(CHUNK), first(p.levels()), higher(p.levels()) {}
+        : scratch(p.chunk, p.D), phi(p.chunk, p.F), phi_t(p.F, p.chunk), value_scratch(p.chunk, p.E), x(scratch), value(value_scratch),
+          b(p.chunk), level(p.levels()), real(p.chunk), first(p.levels()), higher(p.levels()) {}
 
     // From `start` on, at most to `end`; pads count for nothing. `before` is the level so far; where `is_causal`, the chunk ends
     // before the level would rise too far above that of its first key.
     void fill(const Problem<T>& p, Index batch, Index head, Index from, Index end, const std::vector<T>& before, bool is_causal) {
-        start = from, n = std::min(CHUNK, end - from);
+        start = from, n = std::min(p.chunk, end - from);
         read_rows(p, batch, head);
         level = before;
         bool is_first = true;
         for (Index i = 0; i < n && !level.empty(); ++i) {
             if (!real[i]) continue;
             const T* row = level.size() == 1 ? &b[i] : phi[i];
+            if (!is_causal) {
+                T* to = level.data();
+                for (std::size_t l = 0; l < level.size(); ++l) to[l] = row[l] > to[l] ? row[l] : to[l];
+                continue;
+            }
             for (std::size_t l = 0; l < level.size(); ++l) higher[l] = row[l] > level[l] ? row[l] : level[l];
             if (is_first) first = higher;
             is_first = false;
@@ -168,8 +173,10 @@ struct Keys {
             else if (level.size() == 1) {
                 scale(phi[i], T(std::exp(b[i] - level[0])), p.F);
             } else if (!level.empty()) {
-                for (Index j = 0; j < p.F; ++j) phi[i][j] -= level[j];
-                exponentiate(phi[i], p.F, T(0));
+                Index j = 0;
+                for (; j + LANES<T> <= p.F; j += LANES<T>)
+                    vector(phi[i] + j) = exponential<T>(vector(phi[i] + j) - vector(level.data() + j));
+                for (; j < p.F; ++j) phi[i][j] = std::exp(phi[i][j] - level[j]);
             }
             std::fill(phi[i] + p.F, phi[i] + padded<T>(p.F), T(0));
         }
