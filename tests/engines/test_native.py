@@ -10,6 +10,7 @@ import torch
 
 import subquad as sq
 from subquad.engines import native
+from subquad.engines.convolution import add_convolved
 from subquad.engines.native import kernelized
 from subquad.engines.pages import large_pages
 
@@ -351,6 +352,31 @@ def test_sines_of_large_angles(dtype, size):
     _, sums, _ = kernelized.forward(angles, angles, one, None, map=kernelized.Map("trigonometric"), **call)
     expected = torch.cat([angles.sin(), angles.cos()], dim=-1)
     torch.testing.assert_close(sums["S"][..., 0], expected[0], rtol=0, atol=2 * torch.finfo(dtype).eps)
+
+
+@needs_loops
+@pytest.mark.parametrize("taps", [1, 5, 33])
+@pytest.mark.parametrize("length", [1, 3, 40, 131])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(4, 8), (2, 13)])
+def test_convolution(taps, length, kv_heads, dim):
+    generator = torch.Generator().manual_seed(5)
+    value = torch.randn(2, kv_heads, length, dim, dtype=torch.float64, generator=generator, requires_grad=True)
+    kernel = torch.randn(4, taps, dtype=torch.float64, generator=generator, requires_grad=True)
+    grad = torch.randn(2, 4, length, dim, dtype=torch.float64, generator=generator)
+
+    before = torch.randn(2, 4, length, dim, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    def run():
+        out = add_convolved(before, value, kernel)
+        return out.detach(), *torch.autograd.grad(out, (before, value, kernel), grad)
+
+    found = run()
+    with native.disabled():
+        expected = run()
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
+    with torch.no_grad():
+        torch.testing.assert_close(add_convolved(before.clone(), value, kernel), expected[0], rtol=0, atol=1e-11)
 
 
 def test_everything_runs_without_them(monkeypatch):

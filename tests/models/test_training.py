@@ -55,6 +55,7 @@ def fit(model):
             break
         optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # or signed features, as rfa's, may throw it far off
         optimizer.step()
     return loss.item()
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.engines.convolution import add_convolved
 from subquad.engines.low_rank import attend, pinv, segment_means, segments
 from subquad.engines.tensors import widen
 from subquad.masks import zero_pads
@@ -87,7 +87,7 @@ class Nystrom(Config):
         else:
             out = self._approximate(query, key, value, call.key_padding_mask, call.scale)
         if self.conv is not None and query.shape[2]:
-            out = out + _convolve(value, call.weights["kernel"])
+            out = add_convolved(out, value, call.weights["kernel"])
         return out.to(call.query.dtype), None
 
     def _approximate(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -106,9 +106,3 @@ class Nystrom(Config):
         mixed = pinv(torch.where(exact, eye, a), self.iterations) @ seen
         vl = segment_means(value, member, is_even).repeat_interleave(groups, dim=1)
         return attend(query, kl, torch.where(exact, vl, mixed), member.any(-1), scale)
-
-
-def _convolve(value: Tensor, kernel: Tensor) -> Tensor:
-    """Each query head's kernel (H, size) over the values of its key-value head: (B, K, N, Dv) -> (B, H, N, Dv)."""
-    weight = kernel.to(value.dtype)[:, None, :, None]
-    return F.conv2d(value, weight, padding=(kernel.shape[1] // 2, 0), groups=value.shape[1])

@@ -35,7 +35,7 @@ struct Call {
     void* count_out;
 };
 
-constexpr Index CHUNK = 192, CAUSAL_CHUNK = 48;  // where causal, pairs inside a chunk are computed
+constexpr Index CHUNK = 96, CAUSAL_CHUNK = 48;  // where causal, pairs inside a chunk are computed
 
 template <class T>
 struct Problem {

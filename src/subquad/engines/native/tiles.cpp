@@ -1,4 +1,4 @@
-// Exact softmax over sets of keys that are given as tiles: tiles.py says what tiles and parts are.
+// Exact softmax over sets of keys that are given as tiles: parts.py says what tiles and parts are.
 //
 // A panel of queries meets its keys a block at a time. Scores stand transposed, a row a key, so that keys are read where they
 // are and a vector holds neighbouring queries, each with its own largest score. Queries that see none of a block are left out.
@@ -17,7 +17,7 @@ namespace subquad {
 
 constexpr Index PANEL = 96;  // queries
 constexpr Index BLOCK = 64;  // keys, at most
-constexpr double BARRED = -1e30, NOTHING = BARRED / 10;  // as in tiles.py
+constexpr double BARRED = -1e30, NOTHING = BARRED / 10;  // as in parts.py
 
 struct Tile {
     int64_t start, rows, count, first, step, columns, is_causal;
@@ -298,6 +298,7 @@ struct TileGradients {
         T* const all = static_cast<T*>(const_cast<void*>(c.grad)) + panel.row * c.length * panel.E;
         grad = part.place ? Rows<T>(grad_copy) : fetch(grad_copy, {all, 0, 0, panel.E}, 0, 0, panel.place(0), panel.n);
         std::fill(lse[0], lse[0] + PANEL, std::numeric_limits<T>::infinity());
+        std::fill(along[0], along[0] + PANEL, T(0));
         for (Index i = 0; i < panel.n; ++i) {
             const Index place = panel.place(i), at = panel.row * c.length + place;
             if (part.place) std::memset(grad[i], 0, panel.E * sizeof(T));
@@ -305,7 +306,6 @@ struct TileGradients {
             if (part.place) std::memcpy(grad[i], all + place * panel.E, panel.E * sizeof(T));
             const T* out = static_cast<const T*>(c.out) + at * panel.E;
             lse[0][i] = static_cast<const T*>(c.lse)[at];
-            along[0][i] = 0;
             for (Index e = 0; e < panel.E; ++e) along[0][i] += grad[i][e] * out[e];
         }
         transpose(grad_t, grad, panel.n, T(1));
