@@ -73,6 +73,13 @@ void store(const View& view, const Rows<T>& x, Index b, Index h, Index start, In
     for (Index i = 0; i < n; ++i) std::memcpy(view.at<T>(b, h, start + i), x[i], x.columns * sizeof(T));
 }
 
+// Asks for the next chunk of tokens, those from `start` to `end`: by itself the processor looks ahead to the end of a page.
+template <class T>
+void anticipate(const View& view, Index b, Index h, Index start, Index end, Index columns) {
+    for (Index i = start; i < end; ++i)
+        for (Index j = 0; j < columns; j += 64 / Index(sizeof(T))) __builtin_prefetch(view.at<T>(b, h, i) + j);
+}
+
 // The tokens from `start` on where they stand, if their rows are whole vectors; otherwise `scratch`.
 template <class T>
 Rows<T> place(const Rows<T>& scratch, const View& view, Index b, Index h, Index start) {

@@ -33,6 +33,7 @@ void divide_by_total(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& tot
 template <class T>
 void answer(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, const Keys<T>* keys, Index b, Index h, Index start, Index n) {
     q.x = fetch(q.scratch, p.call.query, b, h, start, n);
+    if (!keys) anticipate<T>(p.call.query, b, h, start + n, std::min(start + 2 * n, Index(p.call.queries)), p.D);
     map<T>(p, q.phi, q.x, n, h / p.groups, true, nullptr);
     const Rows<T> out = place(q.out, p.call.out, b, h, start);
     if (p.divisor == CHANNEL && keys) {
@@ -63,6 +64,11 @@ void answer(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, const Keys<
 template <class T>
 void walk(const Problem<T>& p, Sums<T>& sums, Keys<T>& keys, Queries<T>* q, Index b, Index h, Index start, Index end) {
     for (Index i = start; i < end; i += keys.n) {
+        if (!q) {  // where causal there is more to compute than to read
+            const Index next = i + p.chunk, last = std::min(next + p.chunk, end);
+            anticipate<T>(p.call.key, b, h, next, last, p.D);
+            anticipate<T>(p.call.value, b, h, next, last, p.E);
+        }
         keys.fill(p, b, h, i, end, sums.level, q != nullptr);
         sums.raise(keys.level);
         if (q) {
