@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard src/subquad/engines/native/*.cpp src/subquad/engines/native/*.h)
 # Mechanisms with compiled loops, which are tested without them, too.
-COMPILED := linear or taylor or plain or efficient or performer or reformer or routing or clustered or rfa or local or longformer or bigbird or sparse or pooled
+COMPILED := linear or taylor or plain or efficient or performer or reformer or routing or clustered or rfa or local or longformer or bigbird or sparse or pooled or nystrom or induced
 
 .PHONY: install compare test check fix bench peers clean
 

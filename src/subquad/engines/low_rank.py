@@ -10,13 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.engines import dense
+from subquad.engines import dense, native, tiles
+from subquad.engines.key_sets import Tokens
 from subquad.engines.once import once
 from subquad.masks import real_first, take_tokens
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """`softmax(scale q k^T) v` over the keys where `mask` (B, M) is True, zero where there are none."""
+    if native.can_take(query, key, value, mask) and query.numel() and key.numel():
+        x = Tokens.of(query, key, value, mask)
+        whole = x.meets(x.key, x.value, bias=x.bias)
+        out, _ = tiles.attend([whole], x.length, query.shape[-1] ** -0.5 if scale is None else scale)
+        return out.unflatten(0, query.shape[:2])
     return dense.attend_masked(query, key, value, None if mask is None else mask[:, None, None, :], scale)
 
 

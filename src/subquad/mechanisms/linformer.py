@@ -14,7 +14,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from subquad.engines.low_rank import attend, bring_real_first
+from subquad.engines.dense import attend_masked
+from subquad.engines.low_rank import bring_real_first
 from subquad.engines.tensors import widen
 from subquad.errors import InputError
 from subquad.masks import zero_pads
@@ -85,7 +86,7 @@ class Linformer(Config):
             )
         key = self._compress(call, call.key, "key_projection")
         value = self._compress(call, call.value, "value_projection")
-        return attend(widen(call.query), key, value, None, call.scale).to(call.query.dtype), None
+        return attend_masked(widen(call.query), key, value, None, call.scale).to(call.query.dtype), None
 
     def _compress(self, call: Call, x: Tensor, name: str) -> Tensor:
         """(B, K, M, D) -> (B, K, rank, D)."""

@@ -48,7 +48,7 @@ struct Problem {
 
     explicit Problem(const Call& c)
         : call(c), D(c.channels), E(c.value_channels), F(c.features), groups(c.heads / std::max<Index>(c.kv_heads, 1)),
-          chunk(c.is_causal ? CAUSAL_CHUNK : CHUNK),
+          chunk(std::min(c.is_causal ? CAUSAL_CHUNK : CHUNK, std::max<Index>({c.queries, c.keys, 1}))),
           kind(Kind(c.kind)), divisor(Divisor(c.divisor)), heads(kind == TRIGONOMETRIC ? c.kv_heads : 1),
           angles(kind == TRIGONOMETRIC ? F / 2 : F), weight(c.weight ? heads * angles : 0, D), weight_t(c.weight ? heads * D : 0, angles) {
         const T* from = static_cast<const T*>(c.weight);
