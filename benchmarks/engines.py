@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import statistics
 import subprocess
 import sys
@@ -52,10 +53,10 @@ from benchmarks.engines import runner
 def kilobytes(name):
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
 
-length, method, is_causal, heads = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True", int(sys.argv[4])
-run = runner(method, length, is_causal, "forward", heads)
-with torch.no_grad():
-    runner(method, 512, is_causal, "forward", heads)()
+length, method, is_causal, which, heads = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True", sys.argv[4], int(sys.argv[5])
+run = runner(method, length, is_causal, which, heads)
+with torch.set_grad_enabled(which == "training"):
+    runner(method, 512, is_causal, which, heads)()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = kilobytes("VmRSS")
     run()
@@ -66,9 +67,10 @@ print((kilobytes("VmHWM") - before) * 1024)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=";".join(METHODS), help="names, separated by semicolons")
-    parser.add_argument("--lengths", default="1024,4096,16384", help="lengths to compare with SDPA; empty: none")
+    parser.add_argument("--lengths", default="1024,2048,4096,16384", help="lengths to compare with SDPA; empty: none")
     parser.add_argument("--rounds", type=int, default=11, help="up to 4,096 tokens; three for longer sequences")
     parser.add_argument("--growth", default="4096,16384,65536", help="lengths for the growth of time and memory; empty: none")
+    parser.add_argument("--growth-passes", default="forward", help="forward, training or both, separated by commas")
     parser.add_argument("--memory-length", type=int, default=1_000_000, help="tokens for the kernelized memory table; 0: none")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
@@ -94,8 +96,9 @@ def main() -> None:
             results["time"] += measure(methods, length, options.rounds if length <= 4096 else 3, is_causal, which)
             keep()
     if options.growth:
-        results["growth"] = growth(methods, numbers(options.growth))
-        keep()
+        for which in options.growth_passes.split(","):
+            results["growth"] += growth(methods, numbers(options.growth), which)
+            keep()
     if options.memory_length:
         kernelized = [m for m in methods if resolve_at(m, 1).info.engine == "kernelized"]
         results["memory"] = [memory(m, options.memory_length, c) for m in kernelized for c in (False, True)]
@@ -169,32 +172,35 @@ def measure(methods: list[str], length: int, rounds: int, is_causal: bool, which
 
 
 def timed(runs: dict[str, Callable[[], object]], rounds: int, which: str, label: str) -> dict[str, list[float]]:
+    """Seconds of each by round; in every round all run once, in another order."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    order = random.Random(0)
     with torch.set_grad_enabled(which == "training"):
         for run in runs.values():
             run()
         for _ in track(range(rounds), description=label, transient=True, console=Console(stderr=True)):
-            for name, run in runs.items():
+            for name in order.sample(list(runs), len(runs)):
                 start = time.perf_counter()
-                run()
+                runs[name]()
                 seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
-def growth(methods: list[str], lengths: list[int]) -> list[dict[str, object]]:
+def growth(methods: list[str], lengths: list[int], which: str) -> list[dict[str, object]]:
     """Slopes of time and of memory in length, both axes logarithmic, by least squares."""
     times: dict[str, list[float]] = {method: [] for method in methods}
     for length in lengths:
-        runs = {method: runner(method, length, False, "forward") for method in methods}
-        seconds = timed(runs, 5 if length <= 16384 else 3, "forward", f"growth, {length:,} tokens")
+        runs = {method: runner(method, length, False, which) for method in methods}
+        seconds = timed(runs, 5 if length <= 16384 else 3, which, f"growth, {length:,} tokens, {which}")
         for method, taken in seconds.items():
             times[method].append(statistics.median(taken))
     rows: list[dict[str, object]] = []
     for method in track(methods, description="memory", transient=True, console=Console(stderr=True)):
-        peaks = [peak(method, length, False, HEADS) for length in lengths]
+        peaks = [peak(method, length, False, which, HEADS) for length in lengths]
         rows.append(
             {
                 "method": method,
+                "pass": which,
                 "lengths": lengths,
                 "milliseconds": [round(t * 1e3, 3) for t in times[method]],
                 "time_slope": round(slope(lengths, times[method]), 3),
@@ -210,9 +216,9 @@ def slope(lengths: list[int], values: list[float]) -> float:
     return statistics.linear_regression([math.log(n) for n in lengths], [math.log(v) for v in values]).slope
 
 
-def peak(method: str, length: int, is_causal: bool, heads: int) -> float:
-    """Bytes that a forward pass adds at most to its inputs, the output among them."""
-    command = [sys.executable, "-c", PEAK, str(length), method, str(is_causal), str(heads)]
+def peak(method: str, length: int, is_causal: bool, which: str, heads: int) -> float:
+    """Bytes that a pass adds at most to its inputs, what it returns among them."""
+    command = [sys.executable, "-c", PEAK, str(length), method, str(is_causal), which, str(heads)]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     return float(done.stdout)
@@ -220,7 +226,7 @@ def peak(method: str, length: int, is_causal: bool, heads: int) -> float:
 
 def memory(method: str, length: int, is_causal: bool) -> dict[str, object]:
     whole = 4 * length * HEAD_DIM * 4  # inputs and output
-    multiple = round(peak(method, length, is_causal, 1) / whole, 3)
+    multiple = round(peak(method, length, is_causal, "forward", 1) / whole, 3)
     return {"length": length, "method": method, "is_causal": is_causal, "peak_over_inputs_and_output": multiple}
 
 
@@ -228,10 +234,16 @@ def section(results: dict[str, Any]) -> str:
     """Growth and memory, for docs/performance.md."""
     lengths = [f"{n:,}" for n in results["growth"][0]["lengths"]]
     rows = [
-        [f"`{r['method']}`", *(f"{ms:.0f}" for ms in r["milliseconds"]), f"{r['time_slope']:.2f}", f"{r['memory_slope']:.2f}"]
+        [
+            f"`{r['method']}`",
+            r["pass"],
+            *(f"{ms:.0f}" for ms in r["milliseconds"]),
+            f"{r['time_slope']:.2f}",
+            f"{r['memory_slope']:.2f}",
+        ]
         for r in results["growth"]
     ]
-    table = markdown(["method", *(f"ms at {n}" for n in lengths), "exponent of time", "of memory"], rows)
+    table = markdown(["method", "pass", *(f"ms at {n}" for n in lengths), "exponent of time", "of memory"], rows)
     most = max(results["memory"], key=lambda row: row["peak_over_inputs_and_output"])
     memory = (
         f"At {most['length']:,} tokens, one head of {HEAD_DIM} channels, a forward pass of a kernelized mechanism adds at most "
@@ -251,10 +263,12 @@ def show(results: dict[str, Any]) -> None:
         table.add_row(*cells, f"{row['milliseconds']:.2f}", f"{row['times_sdpa']:.2f}", f"{low:.2f} - {high:.2f}")
     console.print(table)
     if results["growth"]:
-        table = new_table("Growth with the length: slopes of log(time) and log(memory)", "method", "time", "memory", "cost")
+        table = new_table(
+            "Growth with the length: slopes of log(time) and log(memory)", "method", "pass", "time", "memory", "cost"
+        )
         for row in results["growth"]:
             cost = "linear" if row["is_linear"] else "more than linear"
-            table.add_row(row["method"], f"{row['time_slope']:.2f}", f"{row['memory_slope']:.2f}", cost)
+            table.add_row(row["method"], row["pass"], f"{row['time_slope']:.2f}", f"{row['memory_slope']:.2f}", cost)
         console.print(table)
     if results["memory"]:
         title = "Peak memory added by a forward pass, H=1, D=64, as a multiple of inputs + output"

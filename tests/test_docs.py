@@ -76,7 +76,11 @@ def measured_rows():
     """Forward, then causal forward, then training: forward and backward."""
     results = json.loads((ROOT / "benchmarks" / "engines.json").read_text())
     ratio = {(r["method"], r["is_causal"], r["pass"], r["length"]): f"{r['times_sdpa']:.1f}" for r in results["time"]}
-    kinds = [(False, "forward", (1024, 4096, 16384)), (True, "forward", (4096, 16384)), (False, "training", (4096, 16384))]
+    kinds = [
+        (False, "forward", (1024, 2048, 4096, 16384)),
+        (True, "forward", (4096, 16384)),
+        (False, "training", (4096, 16384)),
+    ]
     for method in dict.fromkeys(r["method"] for r in results["time"] if r["method"] != "sdpa"):
         cells = [ratio.get((method, is_causal, which, n), "-") for is_causal, which, lengths in kinds for n in lengths]
         yield " | ".join([f"| `{method}`", *cells]) + " |"
