@@ -58,12 +58,14 @@ def segment_means(x: Tensor, member: Tensor, is_even: bool = False) -> Tensor:
 def pinv(a: Tensor, iterations: int) -> Tensor:
     """The Moore-Penrose inverse of square matrices by iteration; each starts at its own `A^T / (|A|_1 |A|_inf)`."""
     size = a.abs()
-    z = a.mT / (size.sum(-2).amax(-1) * size.sum(-1).amax(-1))[..., None, None]
+    z = (a.mT / (size.sum(-2).amax(-1) * size.sum(-1).amax(-1))[..., None, None]).flatten(0, -3)
+    shape, a = a.shape, a.flatten(0, -3)
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     for _ in range(iterations):
         az = a @ z
-        z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
-    return z
+        inner = torch.baddbmm(15 * eye, az, 7 * eye - az, alpha=-1)
+        z = z @ torch.baddbmm(13 * eye, az, inner, alpha=-1) / 4
+    return z.view(shape)
 
 
 def truncate(a: Tensor, rank: int) -> Tensor:
