@@ -20,6 +20,7 @@ LAYERS = [
     {"__init__"},
     {"models"},
     {"bench"},
+    {"tasks"},
     {"report"},
     {"cli", "__main__"},
 ]

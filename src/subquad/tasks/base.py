@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from subquad.errors import OptionError, closest
 from subquad.mechanisms.base import Config
 
 Row = dict[str, Any]
@@ -57,7 +58,7 @@ class TaskInfo:
 class Splits:
     """Rows to learn from, to choose the best model by, and to report, and how rows become a batch for the model."""
 
-    train: Dataset[Row]
+    train: Dataset[Row]  # with a method `set_epoch(epoch)` where it draws anew each epoch: to be called before each
     valid: Dataset[Row]
     test: Dataset[Row]
     collate: Callable[[Sequence[Row]], Batch]
@@ -65,6 +66,18 @@ class Splits:
 
 class Task(ABC):
     info: ClassVar[TaskInfo]
+
+    def options(self, settings: Settings) -> dict[str, str]:
+        """The value of each of the task's own options; refused where a name or a value is unknown."""
+        known = self.info.options
+        for name, value in settings.options:
+            if name not in known:
+                offered = ", ".join(known) or "none"
+                raise OptionError(f"the task {self.info.name} has no option {name!r}{closest(name, known)} Options: {offered}.")
+            if value not in known[name]:
+                choices = ", ".join(map(repr, known[name]))
+                raise OptionError(f"the option {name} of {self.info.name} is one of {choices}; got {value!r}.")
+        return {name: choices[0] for name, choices in known.items()} | dict(settings.options)
 
     @abstractmethod
     def load(self, folder: Path | None, settings: Settings) -> Splits:
