@@ -21,8 +21,9 @@ LAYERS = [
     {"models"},
     {"bench"},
     {"tasks"},
+    {"training"},
     {"report"},
-    {"cli", "__main__"},
+    {"cli", "cli_parts", "cli_train", "__main__"},
 ]
 
 
