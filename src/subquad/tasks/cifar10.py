@@ -80,7 +80,9 @@ class Cifar10(Classification):
         tokens = self.options(settings)["tokens"]
         length = (SIDE // PATCH[tokens]) ** 2
         if settings.length != length:
-            raise InputError(f"cifar10 with tokens={tokens} has a length of {length}; got {settings.length}. Set --length {length}.")
+            raise InputError(
+                f"cifar10 with tokens={tokens} has a length of {length}; got {settings.length}. Set --length {length}."
+            )
 
 
 class Shifted(Dataset[Row]):

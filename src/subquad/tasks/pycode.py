@@ -45,5 +45,7 @@ def sources(library: Path) -> list[Path]:
     inside = ((path, path.relative_to(library)) for path in library.rglob("*.py"))
     found = sorted((name.as_posix(), path) for path, name in inside if not SKIPPED.intersection(name.parts))
     if not found:
-        raise DataError(f"pycode reads the sources of Python's standard library; {library} has none. Install them, or another task.")
+        raise DataError(
+            f"pycode reads the sources of Python's standard library; {library} has none. Install them, or another task."
+        )
     return [path for _, path in found]

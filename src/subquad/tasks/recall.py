@@ -53,7 +53,9 @@ class Recall(Task):
         if length < LEAST or length % 8:
             raise InputError(f"recall has pairs in a quarter of its length, a multiple of 8 of at least {LEAST}; got {length}.")
         if length // 8 > KEYS:
-            raise InputError(f"recall has {KEYS} keys, enough for a length of {8 * KEYS}; got {length}. Choose a smaller --length.")
+            raise InputError(
+                f"recall has {KEYS} keys, enough for a length of {8 * KEYS}; got {length}. Choose a smaller --length."
+            )
         rows = drawn(TRAIN + 2 * HELD_OUT, length, torch.Generator().manual_seed(settings.seed))
         places = torch.arange(len(rows))
         parts = places[2 * HELD_OUT :], places[:HELD_OUT], places[HELD_OUT : 2 * HELD_OUT]
