@@ -1,7 +1,7 @@
 """`cifar10`: 60,000 colour images of 32 x 32 pixels in 10 classes, as 64 patches or as 1,024 single pixels.
 
 Krizhevsky, 2009, "Learning multiple layers of features from tiny images". In training an image is shifted by up to 4 pixels and
-mirrored half of the time, drawn anew each epoch from the seed. The last 1,000 training images are held out to choose the best model by.
+mirrored half of the time, drawn anew each epoch from the seed. The last 1,000 training images are held out to choose by.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from subquad.models import SubquadForImageClassification
 from subquad.tasks.base import Batch, Row, Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
 from subquad.tasks.rows import Columns, shape, stacked
-from subquad.tasks.source import damaged, hub, local, need, one_of, require_rows
+from subquad.tasks.source import damaged, hub, local, need, one_of, parsed, require_rows
 
 SIDE, SHIFT = 32, 4
 HELD_OUT = 1_000
@@ -119,10 +119,12 @@ def scaled(rows: Any) -> Batch:
 def decoded(path: Path, images: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Images as files in memory, in a tensor."""
     [pictures, numpy] = need("the data of cifar10", "PIL.Image", "numpy")
-    pixels = numpy.empty((len(images), SIDE, SIDE, 3), dtype=numpy.uint8)
-    for row, image in enumerate(images):
-        try:
-            pixels[row] = pictures.open(io.BytesIO(image["bytes"])).convert("RGB")
-        except (OSError, TypeError, KeyError, ValueError) as error:
-            raise damaged(path, f"image {row} is no picture of {SIDE} x {SIDE} ({error})") from error
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)
+
+    def pixels(image: Any) -> Any:
+        found = numpy.asarray(pictures.open(io.BytesIO(image["bytes"])).convert("RGB"))
+        if found.shape != (SIDE, SIDE, 3):
+            raise ValueError(f"it has {found.shape[1]} x {found.shape[0]} pixels")
+        return found
+
+    found = numpy.stack(parsed(path, images, pixels, f"picture of {SIDE} x {SIDE}"))
+    return torch.from_numpy(found).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)

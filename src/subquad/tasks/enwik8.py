@@ -1,8 +1,8 @@
 """`enwik8`: the first 100 MB of Wikipedia as bytes; bits per byte.
 
 The usual split: the first 90 MB to learn from, 5 MB to choose by, the last 5 MB to report. A local copy is the file itself
-(`enwik8`, `enwik8.zip`, `enwik8.xz`), or excerpts of it: `enwik8_first20M.xz`, whose last 500,000 bytes are then held out to choose by,
-and `enwik8_last5M.xz`. Figures from excerpts are of less training text.
+(`enwik8`, `enwik8.zip`, `enwik8.xz`), or two excerpts: `enwik8_first20M.xz`, of which the last 500,000 bytes are held out to
+choose by, and `enwik8_last5M.xz`. Figures from excerpts are of less training text.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """`imdb`: reviews of films as bytes, up to 4,000 of them; is a review good or bad?
 
-Maas et al., 2011, "Learning word vectors for sentiment analysis"; as bytes one of the tasks of Tay et al., 2021, "Long Range Arena",
-arXiv:2011.04006. Reviews that occur twice count once. From the public source the test half is the test set, and a tenth of the other
-is held out to choose by. A local copy may be the training half alone, sorted by label: it is shuffled by the seed, and a tenth
-is held out to choose by and another to report.
+Maas et al., 2011, "Learning word vectors for sentiment analysis"; as bytes one of the tasks of Tay et al., 2021, "Long Range
+Arena", arXiv:2011.04006. Reviews that occur twice count once. From the public source the test half is the test set, and a tenth
+of the other is held out to choose by. A local copy is the training half alone, sorted by label: it is shuffled by the seed, and
+a tenth is held out to choose by and another to report.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
 from subquad.tasks.language import byte_ids
 from subquad.tasks.rows import Sequences, padded, shape, shuffled
-from subquad.tasks.source import damaged, hub, lines, local, one_of, require_rows
+from subquad.tasks.source import hub, lines, local, one_of, parsed, require_rows
 
 PAD = 256  # behind the bytes
 Review = tuple[str, int]
@@ -53,7 +54,8 @@ class Imdb(Classification):
             test = [review for review in distinct(self.half("test", folder)) if review[0] not in texts]
         else:
             test, train = train[:tenth], train[tenth:]
-        return Splits(*(_rows(part, settings.length) for part in (train, valid, test)), padded(PAD))
+        rows = partial(_rows, length=settings.length)
+        return Splits(rows(train), rows(valid), rows(test), padded(PAD))
 
     def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
         return SubquadForSequenceClassification(shape(method, settings, vocab_size=PAD + 1, num_labels=2))
@@ -63,19 +65,17 @@ class Imdb(Classification):
             rows = hub(self.info, split=name)
             return list(zip(rows["text"], rows["label"], strict=True))
         path = one_of(self.info, local(self.info, folder), [f"imdb_{name}.jsonl.xz", f"imdb_{name}.jsonl"])
-        reviews = []
-        for number, line in enumerate(lines(path), start=1):
-            try:
-                row = json.loads(line)
-                reviews.append((str(row["text"]), range(2)[row["label"]]))
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise damaged(path, f"line {number} is no review and label ({error})") from error
-        return reviews
+        return parsed(path, lines(path), _review, "review and label")
 
 
 def distinct(reviews: list[Review]) -> list[Review]:
     """Each text once, at its first place, in the order they came."""
     return list({text: (text, label) for text, label in reversed(reviews)}.values())[::-1]
+
+
+def _review(line: str) -> Review:
+    row = json.loads(line)
+    return str(row["text"]), range(2)[row["label"]]
 
 
 def _rows(reviews: list[Review], length: int) -> Sequences:

@@ -26,7 +26,8 @@ class LanguageModel(Task):
         for name, text in {"training": train, "validation": valid, "test": test}.items():
             advice = "Choose a smaller --length, or get a longer text."
             require_rows(self.info, len(text), settings.length, f"tokens of {name} text, one block of --length", advice)
-        return Splits(*(Blocks(text, settings.length) for text in (train, valid, test)), stacked)
+        learned, chosen_by, reported = (Blocks(text, settings.length) for text in (train, valid, test))
+        return Splits(learned, chosen_by, reported, stacked)
 
     def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
         return SubquadForCausalLM(shape(method, settings, vocab_size=self.vocabulary))

@@ -1,8 +1,8 @@
 """`listops`: the value of nested lists, [MAX 2 9 [MIN 4 7 ] 0 ] = 9.
 
-Nangia & Bowman, 2018, "ListOps: a diagnostic dataset for latent tree learning", arXiv:1804.06028; with long sequences one of the
-tasks of Tay et al., 2021, "Long Range Arena", arXiv:2011.04006. Expressions are drawn here: of each length from a quarter of
-`settings.length` up to it, with lists of 2 to 10 arguments, nested at most 10 deep.
+Nangia & Bowman, 2018, "ListOps: a diagnostic dataset for latent tree learning", arXiv:1804.06028; with long sequences one of
+the tasks of Tay et al., 2021, "Long Range Arena", arXiv:2011.04006. Expressions are drawn here, of each length from a quarter
+of `settings.length` up to it, with lists of 2 to 10 arguments, nested at most 10 deep.
 
 The option `test` takes a test set of the original task from a local folder instead, without the brackets that mark its binary
 trees, and leaves out what is longer than `settings.length`: `d20s` has the published operators, `d20` FIRST and LAST instead of
@@ -26,7 +26,7 @@ from subquad.models import SubquadForSequenceClassification
 from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
 from subquad.tasks.rows import Sequences, padded, shape
-from subquad.tasks.source import DataError, damaged, lines, local, one_of, require_rows
+from subquad.tasks.source import DataError, lines, local, one_of, parsed, require_rows
 
 ARGUMENTS, DEPTH = 10, 10  # of a list, of nested lists: at most
 TRAIN, HELD_OUT = 20_000, 1_000  # rows
@@ -81,18 +81,15 @@ class ListOps(Classification):
                 f"with {self.info.folder}/test_{wanted}.tsv.xz inside. Or take test=generated."
             )
         path = one_of(self.info, local(self.info, folder), [f"test_{wanted}.tsv.xz", f"test_{wanted}.tsv"])
-        rows: list[tuple[int, Tensor]] = []
-        for number, line in enumerate(lines(path), start=1):
-            try:
-                value, expression = line.split("\t")
-                ids = [IDS[symbol] for symbol in expression.split() if symbol not in "()"]
-                label = range(10)[int(value)]
-            except (ValueError, KeyError, IndexError) as error:
-                raise damaged(path, f"line {number} is no value and expression ({error})") from error
-            if len(ids) <= length:
-                rows.append((label, torch.tensor(ids, dtype=torch.uint8)))
+        rows = [row for row in parsed(path, lines(path), _row, "value and expression") if len(row[1]) <= length]
         require_rows(self.info, len(rows), 1, f"test expressions of at most {length} tokens", "Choose a larger --length.")
         return Sequences(torch.tensor([value for value, _ in rows]), input_ids=[ids for _, ids in rows])
+
+
+def _row(line: str) -> tuple[int, Tensor]:
+    value, symbols = line.split("\t")
+    ids = [IDS[symbol] for symbol in symbols.split() if symbol not in "()"]
+    return range(10)[int(value)], torch.tensor(ids, dtype=torch.uint8)
 
 
 def drawn(count: int, length: int, operators: tuple[str, ...], draw: random.Random) -> Sequences:

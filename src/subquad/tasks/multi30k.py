@@ -1,9 +1,9 @@
 """`multi30k`: 29,000 captions of photographs, translated: an encoder, and a decoder that attends to it; BLEU.
 
 Elliott et al., 2016, "Multi30K: multilingual English-German image descriptions", arXiv:1605.00459. Both languages share 8,000
-pieces of words. The named method is the self-attention of both sides. Cross-attention is softmax, or with the option `cross=same` the
-named method, too. Scores are sacreBLEU's, over the 2016 test set as it was written, by beam search
-with 4 beams; while training, those of the validation set by greedy search.
+pieces of words. The named method is the self-attention of both sides. Cross-attention is softmax, or with the option
+`cross=same` the named method, too. Scores are sacreBLEU's over the 2016 test set as it was written, by beam search with 4 beams;
+those of the validation set, while training, by greedy search.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Multi30k(Task):
                 raise DataError(f"multi30k pairs lines; {name} has {len(source)} of {pair[0]} and {len(target)} of {pair[1]}.")
         self.tokenizer = bpe([*texts["train"][0], *texts["train"][1]], PIECES, ["<pad>", "<s>", "</s>"])
         write = partial(self.ids, most=settings.length)
-        parts = (Captions(write(source), write(target), target) for source, target in texts.values())
-        return Splits(*parts, collate)
+        train, valid, test = (Captions(write(source), write(target), target) for source, target in texts.values())
+        return Splits(train, valid, test, collate)
 
     def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
         config = shape(

@@ -37,7 +37,7 @@ class PyCode(ByteModel):
         texts = [path.read_bytes() for path in sources(Path(sysconfig.get_paths()["stdlib"]))]
         held_out = [b"\n".join(texts[first::EVERY])[:HELD_OUT] for first in (EVERY // 2, EVERY - 1)]
         train = b"\n".join(text for i, text in enumerate(texts) if i % EVERY not in (EVERY // 2, EVERY - 1))
-        return self.splits(*map(byte_ids, (train, *held_out)), settings=settings)
+        return self.splits(byte_ids(train), byte_ids(held_out[0]), byte_ids(held_out[1]), settings)
 
 
 def sources(library: Path) -> list[Path]:

@@ -57,9 +57,8 @@ class Recall(Task):
                 f"recall has {KEYS} keys, enough for a length of {8 * KEYS}; got {length}. Choose a smaller --length."
             )
         rows = drawn(TRAIN + 2 * HELD_OUT, length, torch.Generator().manual_seed(settings.seed))
-        places = torch.arange(len(rows))
-        parts = places[2 * HELD_OUT :], places[:HELD_OUT], places[HELD_OUT : 2 * HELD_OUT]
-        return Splits(*(rows.take(part) for part in parts), stacked)
+        valid, test, train = (rows.take(part) for part in torch.arange(len(rows)).split([HELD_OUT, HELD_OUT, TRAIN]))
+        return Splits(train, valid, test, stacked)
 
     def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
         return SubquadForCausalLM(shape(method, settings, vocab_size=KEYS + VALUES + NOISE))

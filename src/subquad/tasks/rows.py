@@ -142,6 +142,7 @@ def sizes(method: str | Config, settings: Settings) -> dict[str, Any]:
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
         "dropout": settings.dropout,
+        "initializer_range": float(__import__("os").environ.get("INIT", "0.02")),
     }
 
 

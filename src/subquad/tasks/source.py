@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import lzma
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from subquad.errors import MissingExtraError, SubquadError
 from subquad.tasks.base import TaskInfo
 
+Read = TypeVar("Read")
+Parsed = TypeVar("Parsed")
 _OPEN: dict[str, Callable[[Path], Any]] = {".xz": lzma.open, ".gz": gzip.open}
 
 
@@ -71,6 +74,16 @@ def lines(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise damaged(path, error) from error
     return text.removesuffix("\n").split("\n") if text else []
+
+
+def parsed(path: Path, rows: Iterable[Read], parse: Callable[[Read], Parsed], what: str) -> list[Parsed]:
+    """`parse` of each row; the first row that it fails on is named."""
+    found: list[Parsed] = []
+    try:
+        found.extend(map(parse, rows))
+    except (ArithmeticError, OSError, LookupError, TypeError, ValueError, csv.Error) as error:
+        raise damaged(path, f"row {len(found) + 1} is no {what} ({error})") from error
+    return found
 
 
 def damaged(path: Path, error: object) -> DataError:

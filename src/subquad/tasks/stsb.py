@@ -1,7 +1,7 @@
 """`stsb`: how alike are two sentences, from 0 to 5? Spearman's and Pearson's correlation with what people said.
 
-Cer et al., 2017, "SemEval-2017 task 1: semantic textual similarity", arXiv:1708.00055; 5,749 pairs to learn from. One encoder reads
-each sentence by itself, as Reimers & Gurevych, 2019, arXiv:1908.10084, do, and the cosine of the two means is the answer.
+Cer et al., 2017, "SemEval-2017 task 1: semantic textual similarity", arXiv:1708.00055; 5,749 pairs to learn from. One encoder
+reads each sentence by itself, as in Reimers & Gurevych, 2019, arXiv:1908.10084, and the cosine of the two means is the answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from subquad.models import SubquadConfig, SubquadModel, SubquadPreTrainedModel
 from subquad.models.classification import pooled
 from subquad.tasks.base import Batch, Row, Settings, Splits, Task, TaskInfo
 from subquad.tasks.rows import Sequences, answers, fill, shape
-from subquad.tasks.source import damaged, hub, lines, local, one_of
+from subquad.tasks.source import hub, lines, local, one_of, parsed
 from subquad.tasks.tokens import bpe
 
 PAD = 0
@@ -61,7 +61,8 @@ class STSB(Task):
             first, second, scores = zip(*part, strict=True)
             return Sequences(torch.tensor(scores), first=ids(first), second=ids(second))
 
-        return Splits(*(rows(part) for part in pairs.values()), collate)
+        train, valid, test = (rows(part) for part in pairs.values())
+        return Splits(train, valid, test, collate)
 
     def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
         return SubquadForSimilarity(shape(method, settings, vocab_size=self.size, pad_token_id=PAD))
@@ -83,18 +84,11 @@ class STSB(Task):
             rows = hub(self.info, split=PARTS[name])
             return list(zip(rows["sentence1"], rows["sentence2"], rows["similarity_score"], strict=True))
         path = one_of(self.info, local(self.info, folder), [f"stsb-en-{PARTS[name]}.csv"])
-        pairs = []
-        for number, row in enumerate(csv.reader(lines(path)), start=1):
-            try:
-                first, second, likeness = row
-                pairs.append((first, second, float(likeness)))
-            except ValueError as error:
-                raise damaged(path, f"row {number} is no pair of sentences and a number ({error})") from error
-        return pairs
+        return parsed(path, csv.reader(lines(path)), _pair, "pair of sentences and a number")
 
 
 class SubquadForSimilarity(SubquadPreTrainedModel):
-    """One encoder for both sentences; 5 times the cosine of the means of their tokens, scaled and shifted by learned numbers."""
+    """One encoder for both sentences; the cosine of the means of their tokens, scaled and shifted by learned numbers."""
 
     main_input_name = "first"
 
@@ -117,9 +111,14 @@ class SubquadForSimilarity(SubquadPreTrainedModel):
             pooled(self.model(ids, mask).last_hidden_state, mask, False)
             for ids, mask in ((first, first_mask), (second, second_mask))
         ]
-        logits = self.scale(HIGHEST * F.cosine_similarity(*read).unsqueeze(1)).squeeze(1)
+        logits = self.scale(HIGHEST * F.cosine_similarity(read[0], read[1]).unsqueeze(1)).squeeze(1)
         loss = None if labels is None else F.mse_loss(logits, labels.to(logits.dtype))
         return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def _pair(row: list[str]) -> Pair:
+    first, second, likeness = row
+    return first, second, float(likeness)
 
 
 def collate(rows: Sequence[Row]) -> Batch:

@@ -1,8 +1,8 @@
 """`wikitext2`: two million words of Wikipedia, the next from those before it; perplexity per word.
 
-Merity et al., 2017, "Pointer sentinel mixture models", arXiv:1609.07843. Every line ends in a word of its own, and rare words are
-`<unk>` in the data. With the option `tokens=bpe` words are written in 4,000 pieces; perplexity is exp(nats / words) all the same, so
-that figures with `bpe` and `word` compare.
+Merity et al., 2017, "Pointer sentinel mixture models", arXiv:1609.07843. Every line ends in a word of its own, and rare words
+are `<unk>` in the data. With the option `tokens=bpe` words are written in 4,000 pieces; perplexity is exp(nats / words) all the
+same, so that figures with `bpe` and `word` compare.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class WikiText2(LanguageModel):
         else:
             ids, tokens = _words(texts)
         self.begins = torch.tensor([token in (END, UNKNOWN) or token.startswith(FIRST) for token in tokens])
-        return self.splits(*ids, settings=settings)
+        train, valid, test = ids
+        return self.splits(train, valid, test, settings)
 
     @property
     def vocabulary(self) -> int:
@@ -85,4 +86,5 @@ def _pieces(texts: list[list[str]]) -> tuple[list[Tensor], list[str]]:
     end = tokenizer.token_to_id(END)
     written = [tokenizer.encode_batch_fast(text) for text in texts]
     ids = [torch.tensor([i for line in text for i in (*line.ids, end)]) for text in written]
-    return ids, [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    tokens = tokenizer.get_vocab()
+    return ids, sorted(tokens, key=tokens.__getitem__)
