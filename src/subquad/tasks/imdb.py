@@ -69,8 +69,11 @@ class Imdb(Classification):
 
 
 def distinct(reviews: list[Review]) -> list[Review]:
-    """Each text once, at its first place, in the order they came."""
-    return list({text: (text, label) for text, label in reversed(reviews)}.values())[::-1]
+    """Each text once, as it came first."""
+    found: dict[str, int] = {}
+    for text, label in reviews:
+        found.setdefault(text, label)
+    return list(found.items())
 
 
 def _review(line: str) -> Review:

@@ -142,7 +142,7 @@ def sizes(method: str | Config, settings: Settings) -> dict[str, Any]:
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
         "dropout": settings.dropout,
-        "initializer_range": float(__import__("os").environ.get("INIT", "0.02")),
+        "initializer_range": (3 * settings.dim) ** -0.5,  # as PyTorch draws a linear layer; 0.02 is for wider ones
     }
 
 
