@@ -79,7 +79,7 @@ def arguments(plan: Plan, folder: Path, steps: int, processes: int) -> TrainingA
         lr_scheduler_type="cosine",
         warmup_steps=round(settings.warmup * steps),
         weight_decay=settings.weight_decay,
-        max_grad_norm=0.0,  # `_Watch` clips, and looks at the norm
+        max_grad_norm=_CLIP,
         bf16=plan.precision == "bf16",
         gradient_checkpointing=plan.checkpointing,
         use_cpu=not torch.accelerator.is_available(),
@@ -100,7 +100,7 @@ class MethodTrainer(Trainer):
     def __init__(self, job: Job, model: PreTrainedModel, record: Record, batches: Batches, peak: Peak) -> None:
         self.job, self.record, self.batches, self.peak = job, record, batches, peak
         self.memory = Memory()
-        self.step_loss = torch.zeros(())
+        self.step_loss = self.step_norm = torch.tensor(math.nan)
         self._target = job.folder
         self.begun, self.before = time.monotonic(), record.seconds
         super().__init__(model, arguments(job.plan, job.folder, batches.steps, record.processes), callbacks=[_Watch(self)])
@@ -195,6 +195,11 @@ class MethodTrainer(Trainer):
 
         self.write(self.job.folder / name, fill)
 
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = super()._clip_grad_norm(model)
+        self.step_norm = torch.as_tensor(norm)
+        return norm
+
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._target)  # while a checkpoint is written, where nobody looks for one
 
@@ -203,7 +208,7 @@ class MethodTrainer(Trainer):
 
 
 class _Watch(TrainerCallback):
-    """Looks at every step: seeds it, clips and checks its gradient, times it, and says what is due after it."""
+    """Looks at every step: seeds it, checks its loss and gradient, times it, and says what is due after it."""
 
     def __init__(self, trainer: MethodTrainer) -> None:
         self.trainer = trainer
@@ -216,9 +221,8 @@ class _Watch(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
-        norm = trainer.accelerator.clip_grad_norm_(trainer.model_wrapped.parameters(), _CLIP)
         stopping = torch.tensor(float(trainer.job.is_stopping()))
-        seen = torch.stack([x.detach().float().to(args.device) for x in (trainer.step_loss, norm, stopping)])
+        seen = torch.stack([x.detach().float().to(args.device) for x in (trainer.step_loss, trainer.step_norm, stopping)])
         if trainer.record.processes > 1:
             seen = trainer.accelerator.reduce(seen, "mean")
         loss, size, asked = seen.tolist()
