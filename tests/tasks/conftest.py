@@ -7,8 +7,8 @@ pytest.importorskip("transformers")
 for module in ("datasets", "PIL", "pyarrow", "sacrebleu", "sklearn"):
     pytest.importorskip(module, reason="install subquad[train]")
 
-from subquad.tasks import cifar10, enwik8, listops, multi30k, pycode, recall, stsb, wikitext2
-from tests.tasks import made_up
+from subquad.tasks import cifar10, enwik8, listops, multi30k, pycode, recall, stsb, wikitext2  # noqa: E402
+from tests.tasks import made_up  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -41,5 +41,7 @@ def real():
     """The real data."""
     folder = os.environ.get("SUBQUAD_DATA")
     if not folder:
-        pytest.skip("needs real data: set SUBQUAD_DATA to a folder with cifar10, wikitext2, ... (docs/training.md says what is inside)")
+        pytest.skip(
+            "needs real data: set SUBQUAD_DATA to a folder with cifar10, wikitext2, ... (docs/training.md says what is inside)"
+        )
     return Path(folder).resolve()

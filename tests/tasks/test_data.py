@@ -12,7 +12,7 @@ from PIL import Image
 
 from subquad.errors import InputError
 from subquad.models.inputs import IGNORED
-from subquad.tasks import TASKS, DataError, listops
+from subquad.tasks import TASKS, DataError, listops, recall
 from subquad.tasks.cifar10 import MEAN, SPREAD
 from subquad.tasks.imdb import distinct
 from subquad.tasks.pycode import sources
@@ -107,7 +107,7 @@ def test_listops_takes_the_original_test_set_without_its_brackets(local, small):
     assert test.labels.tolist() == [3, 9]
     short = TASKS["listops"]().load(local, replace(settings, length=8)).test
     assert len(short) == 2
-    with pytest.raises(DataError, match="--data DIR or SUBQUAD_DATA.*test=generated"):
+    with pytest.raises(DataError, match=r"--data DIR or SUBQUAD_DATA.*test=generated"):
         TASKS["listops"]().load(None, settings)
 
 
@@ -127,15 +127,23 @@ def test_listops_agrees_with_the_original(name, real):
 
 @pytest.mark.parametrize("length", [16, 64, 136])
 def test_recall_asks_each_key_once_and_the_answer_is_its_value(length, small):
-    train = TASKS["recall"]().load(None, replace(tiny("recall"), length=length)).train
-    for i in range(len(train)):
-        ids, labels = train[i]["input_ids"].tolist(), train[i]["labels"].tolist()
-        pairs = length // 8
-        known = dict(zip(ids[: 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))
-        assert len(known) == pairs
-        answers = {ids[place - 1]: label for place, label in enumerate(labels) if label != IGNORED}
-        assert answers == known
-        assert all(place > 2 * pairs for place, label in enumerate(labels) if label != IGNORED)
+    splits = TASKS["recall"]().load(None, replace(tiny("recall"), length=length))
+    counts = {}
+    for part in ("train", "valid", "test"):
+        rows = getattr(splits, part)
+        counts[part] = set()
+        for i in range(len(rows)):
+            ids, labels = rows[i]["input_ids"].tolist(), rows[i]["labels"].tolist()
+            places = [place for place, label in enumerate(labels) if label != IGNORED]
+            known = dict(zip(ids[: length // 4 : 2], ids[1 : length // 4 : 2], strict=True))
+            known.pop(recall.NOISE, None)
+            assert {ids[place - 1]: labels[place] for place in places} == known
+            assert all(place > length // 4 for place in places)
+            assert all(key < recall.KEYS <= value < recall.NOISE for key, value in known.items())
+            counts[part].add(len(known))
+    assert counts["valid"] == counts["test"] == {length // 8}
+    assert len(counts["train"]) > 1
+    assert counts["train"] <= set(range(1, length // 8 + 1))
 
 
 def test_pycode_is_in_the_order_of_paths_and_holds_out_whole_files(tmp_path, monkeypatch):
@@ -204,7 +212,9 @@ def test_cifar10_images_are_shifted_and_mirrored_originals(local, small):
             for down in range(9)
             for right in range(9)
             if torch.equal(
-                padded[:, down : down + 32, right : right + 32].flip(-1) if flip else padded[:, down : down + 32, right : right + 32],
+                padded[:, down : down + 32, right : right + 32].flip(-1)
+                if flip
+                else padded[:, down : down + 32, right : right + 32],
                 splits.train[i]["pixel_values"],
             )
         ]
@@ -217,7 +227,7 @@ def test_cifar10_images_are_shifted_and_mirrored_originals(local, small):
 
 def test_cifar10_as_pixels(local, small):
     settings = tiny("cifar10", options=(("tokens", "pixels"),))
-    with pytest.raises(InputError, match="tokens=pixels has a length of 1024; got 64. Set --length 1024"):
+    with pytest.raises(InputError, match=r"tokens=pixels has a length of 1024; got 64\. Set --length 1024"):
         TASKS["cifar10"]().load(local, settings)
     task, settings = TASKS["cifar10"](), replace(settings, length=1024)
     splits = task.load(local, settings)
@@ -250,7 +260,7 @@ def test_enwik8_splits_the_whole_as_usual(tmp_path, small, public):
     parts = TASKS["enwik8"]().parts(tmp_path)
     assert parts == (text[:4_000], text[4_000:4_500], text[4_500:])
     (tmp_path / "enwik8" / "enwik8.xz").write_bytes(lzma.compress(text[:-1]))
-    with pytest.raises(DataError, match="enwik8 has 5,000 bytes; .*enwik8.xz has 4,999"):
+    with pytest.raises(DataError, match=r"enwik8 has 5,000 bytes; .*enwik8.xz has 4,999"):
         TASKS["enwik8"]().parts(tmp_path)
 
 
@@ -262,7 +272,9 @@ def test_enwik8_scores_a_part_unless_all_is_asked_for(local, small):
 
 def test_imdb_has_no_review_twice_and_no_order(local, small):
     splits = TASKS["imdb"]().load(local, tiny("imdb"))
-    texts = [bytes(part[i]["input_ids"].tolist()) for part in (splits.train, splits.valid, splits.test) for i in range(len(part))]
+    texts = [
+        bytes(part[i]["input_ids"].tolist()) for part in (splits.train, splits.valid, splits.test) for i in range(len(part))
+    ]
     assert len(texts) == len(set(texts)) == 58
     assert sorted(map(len, (splits.valid, splits.test))) == [5, 5]
     labels = splits.train.labels.tolist()
@@ -272,7 +284,9 @@ def test_imdb_has_no_review_twice_and_no_order(local, small):
 
 def test_imdb_tests_on_no_review_of_the_training_half(small, public):
     splits = TASKS["imdb"]().load(None, replace(tiny("imdb"), length=400))
-    train, valid, test = ([bytes(p[i]["input_ids"].tolist()) for i in range(len(p))] for p in (splits.train, splits.valid, splits.test))
+    train, valid, test = (
+        [bytes(p[i]["input_ids"].tolist()) for i in range(len(p))] for p in (splits.train, splits.valid, splits.test)
+    )
     assert not {*train, *valid} & {*test}
     assert all(text.endswith(b"indeed") for text in test)
 
@@ -286,10 +300,10 @@ def test_multi30k_rows_and_batches(local, small):
     assert task.tokenizer.decode(row["input_ids"].tolist()).strip() == source
     assert task.tokenizer.decode(row["target"].tolist()).strip() == target
     batch = splits.collate([splits.test[i] for i in range(4)])
-    for labels, read in zip(batch["labels"], batch["decoder_input_ids"], strict=True):
+    for labels, shown_before in zip(batch["labels"], batch["decoder_input_ids"], strict=True):
         real = labels != IGNORED
-        assert read[0] == 1
-        assert torch.equal(read[1:][real[1:]], labels[:-1][real[1:]])
+        assert shown_before[0] == 1
+        assert torch.equal(shown_before[1:][real[1:]], labels[:-1][real[1:]])
         assert labels[real][-1] == 2
 
 
@@ -314,7 +328,9 @@ def test_text_that_is_too_short_for_a_block_is_refused(name, local, small):
         TASKS[name]().load(local, replace(tiny(name), length=9_000_000))
 
 
-@pytest.mark.parametrize(("name", "length", "said"), [("recall", 20, "multiple of 8"), ("recall", 8, "16"), ("listops", 4, "8 tokens")])
+@pytest.mark.parametrize(
+    ("name", "length", "said"), [("recall", 20, "multiple of 8"), ("recall", 8, "16"), ("listops", 4, "8 tokens")]
+)
 def test_lengths_that_a_generator_cannot_fill_are_refused(name, length, said):
     with pytest.raises(InputError, match=said):
         TASKS[name]().load(None, replace(tiny(name), length=length))
@@ -360,7 +376,12 @@ def test_a_damaged_file_is_named(name, copy, small):
 @pytest.mark.parametrize(
     ("name", "file", "content", "said"),
     [
-        ("imdb", "imdb_train.jsonl.xz", '{"label": 0, "text": "x"}\n{"label": 2, "text": "y"}\n', "row 2 is no review and label"),
+        (
+            "imdb",
+            "imdb_train.jsonl.xz",
+            '{"label": 0, "text": "x"}\n{"label": 2, "text": "y"}\n',
+            "row 2 is no review and label",
+        ),
         ("listops", "test_d20s.tsv.xz", "3\t[MIN 3 4 ]\n4\t[AVG 3 4 ]\n", "row 2 is no value and expression"),
     ],
 )

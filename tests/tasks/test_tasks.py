@@ -1,5 +1,6 @@
 """What every task owes: data from both sources, a model that learns on it, a score; the same again from the same seed."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,9 @@ def first_batch(splits):
 
 
 def equal(a, b):
-    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a.values(), b.values(), strict=True))
+    return all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a.values(), b.values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("method", ["softmax", "linear"])
@@ -129,8 +132,7 @@ def test_methods_by_name_have_options_for_the_length(name, local, small):
 )
 def test_unknown_options_are_refused(name, option, said, local):
     with pytest.raises(OptionError, match=said):
-        task = TASKS[name]()
-        task.options(tiny(name, options=(option,)))
+        TASKS[name]().options(tiny(name, options=(option,)))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +145,13 @@ def test_a_missing_package_is_named(name, module, local, small, monkeypatch):
     model = task.model("softmax", settings)
     for loaded in ("sklearn", "sklearn.datasets", "pyarrow", "pyarrow.parquet", "datasets", "sacrebleu"):
         if loaded.split(".")[0] == module:
-            monkeypatch.setitem(__import__("sys").modules, loaded, None)
-    with pytest.raises(MissingExtraError, match=rf"needs the extra subquad\[train\]; {module}.* is not installed"):
+            monkeypatch.setitem(sys.modules, loaded, None)
+
+    def use():
         if name == "multi30k":
             task.score(model.eval(), splits.valid, splits, settings)
         else:
             task.load(None if name == "wikitext2" else local, settings)
+
+    with pytest.raises(MissingExtraError, match=rf"needs the extra subquad\[train\]; {module}.* is not installed"):
+        use()

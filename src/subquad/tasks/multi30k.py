@@ -2,8 +2,8 @@
 
 Elliott et al., 2016, "Multi30K: multilingual English-German image descriptions", arXiv:1605.00459. Both languages share 8,000
 pieces of words. The named method is the self-attention of both sides. Cross-attention is softmax, or with the option
-`cross=same` the named method, too. Scores are sacreBLEU's over the 2016 test set as it was written, by beam search with 4 beams;
-those of the validation set, while training, by greedy search.
+`cross=same` the named method, too. Scores are sacreBLEU's over the 2016 test set as it was written, by beam search with 4
+beams; those of the validation set, while training, by greedy search.
 """
 
 from __future__ import annotations
