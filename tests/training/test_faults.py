@@ -175,7 +175,7 @@ def test_a_disk_that_is_full_for_real(run, tmp_path, monkeypatch):
     ):
         run(settings=settings, is_apart=True)
     (tmp_path / "room").touch()
-    assert run(settings=settings, is_apart=True, resume=True).records[0].status == "done"
+    assert run(settings=settings, resume=True).records[0].status == "done"
 
 
 def test_a_kill_between_two_names_loses_no_best_model(run, tmp_path):
@@ -210,8 +210,7 @@ def test_missing_data_concerns_all_methods(run, tmp_path):
     settings = replace(SETTINGS, options=(("fault", "data"),))
     with pytest.raises(sq.SubquadError, match="there is no data in here"):
         run("linear", "softmax", settings=settings, data="here")
-    with pytest.raises(sq.SubquadError, match="there is no data in there"):
-        run("linear", "softmax", settings=settings, data="there", is_apart=True, fresh=True)
+    assert [r.status for r in load(tmp_path / "run" / "results.json").records] == ["waiting", "waiting"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,17 @@ A run is a folder, which can be stopped at any moment and gone on from:
     OUT/METHOD/log.txt        what libraries said
 """
 
+try:
+    import accelerate  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    from subquad.errors import MissingExtraError
+
+    raise MissingExtraError(
+        f"training is built on Hugging Face's Trainer and accelerate; {error.name} is not installed. "
+        "Install the extra: pip install 'subquad[train]'"
+    ) from error
+
 from subquad.training.results import Record, Results, load
 from subquad.training.sitting import Progress, train
 

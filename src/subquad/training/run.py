@@ -56,10 +56,8 @@ def run(job: Job) -> Record:
         raise
     except SubquadError as error:
         record.status, record.why = "refused", str(error)
-    except MemoryError:
-        record.status, record.why = "failed", "out of memory"
     except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        said = "out of memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}".splitlines()[0]
         record.status, record.why = "failed", said
         if record.processes > 1:
             raise LostError(
@@ -89,11 +87,14 @@ def _run(job: Job, record: Record) -> None:
     trainer = MethodTrainer(job, model, record, batches, peak)
     trainer.accelerator.wait_for_everyone()  # until the first has tidied up
     newest = checkpoints.latest(folder)
+    trainer.require_same(newest)
     if newest is not None:
         trainer.remember(newest)
     trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
     if trainer.state.global_step < record.steps:
         record.status = "stopped"
+        return
+    if not is_first:
         return
     best: Any = type(model).from_pretrained(folder / checkpoints.BEST).to(model.device)
     with peak.paused():

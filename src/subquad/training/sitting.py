@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from subquad.tasks.base import Settings, Task
 from subquad.training.child import run_apart
 from subquad.training.plan import Plan, Precision, check, chosen, differences, options_of, place
 from subquad.training.results import FILE, UNFINISHED, Record, Results, load, save
-from subquad.training.run import process, processes, read_data, run
+from subquad.training.run import LostError, process, processes, read_data, run
 from subquad.training.stop import Stop
 from subquad.training.trainer import Job
 
 Tell = Callable[[Record], None]
 Work = Callable[[Config, Path, Tell], Record]
+_PATIENCE = timedelta(hours=1)  # of processes that wait while the first one scores
 _PAUSE = 1.0  # seconds between two writings of results that only move on
 
 
@@ -109,29 +111,38 @@ def _shared(
     """One of several processes that do the same; the first writes, and decides whether there is anything to do."""
     from accelerate import PartialState
 
-    state = PartialState(cpu=not torch.accelerator.is_available())
-    is_first = process() == 0
-    said: list[Any] = [None]
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
+    lost = False
     try:
         with Stop() as stop:
-            if is_first:
-                try:
-                    said = [_begin(plan, task, configs, refused, out, resume, fresh)]
-                except SubquadError as error:
-                    said = [error]
-            torch.distributed.broadcast_object_list(said, 0)
-            if isinstance(said[0], SubquadError):
-                raise said[0]
-            results: Results = said[0]
-            sitting = _Sitting(results, configs, out, watch, is_writer=is_first)
+            results = _agreed(lambda: _begin(plan, task, configs, refused, out, resume, fresh))
+            sitting = _Sitting(results, configs, out, watch, is_writer=process() == 0)
             work = _here(plan, task, stop)
             for config in sitting.due():
                 sitting.do(work, config)
                 if sitting.is_stopped:
                     raise KeyboardInterrupt
+            return results
+    except LostError:
+        lost = True
+        raise
     finally:
-        if sys.exc_info()[0] is None:
+        if not lost:  # those who are gone cannot be said goodbye to
             state.destroy_process_group()
+
+
+def _agreed(decide: Callable[[], Results]) -> Results:
+    """What the first process decides, in all of them; or its refusal."""
+    said: list[Any] = [None]
+    if process() == 0:
+        try:
+            said = [decide()]
+        except SubquadError as error:
+            said = [error]
+    torch.distributed.broadcast_object_list(said, 0)
+    if isinstance(said[0], SubquadError):
+        raise said[0]
+    results: Results = said[0]
     return results
 
 

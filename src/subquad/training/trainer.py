@@ -116,6 +116,16 @@ class MethodTrainer(Trainer):
         for name in ("step", "losses", "evals", "best_step", "peak_bytes", "step_seconds"):
             setattr(self.record, name, getattr(before, name))
 
+    def require_same(self, checkpoint: Path | None) -> None:
+        """That all processes see the checkpoint that the first one goes on from."""
+        step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+        first = self.agreed({"step": step})["step"]
+        if step != first:
+            raise InputError(
+                f"all processes go on from one checkpoint; in {self.job.folder} the first sees that of step {first:.0f}, "
+                f"this one that of step {step}. Put --out on a disk that all machines share."
+            )
+
     def get_train_dataloader(self) -> DataLoader[Row]:
         return loader(self.job.splits, self.batches)
 
