@@ -6,8 +6,8 @@ Arora et al., 2023, "Zoology: measuring and improving recall in efficient langua
 sequence are pairs, each key is asked for once, and noise stands between the questions. A state of constant size has to hold all
 pairs at once, which is where linear attention is weak.
 
-Every token is shown with the one before it, by a convolution of width 2: a value stands beside its key from the first layer on, so
-what is scored is how much a mechanism can hold, not whether two layers find out to look one token back.
+Every token is shown with the one before it, by a convolution of width 2: a value stands beside its key from the first layer on,
+so what is scored is how much a mechanism can hold, not whether two layers find out to look one token back.
 
 B rows, P pairs, N tokens.
 """
@@ -49,7 +49,7 @@ class Recall(Task):
         higher_is_better=True,
         source="",
         folder="",
-        defaults=Settings(length=64, layers=2, dim=64, heads=2, batch=64, lr=3e-3, steps=2_000),
+        defaults=Settings(length=64, layers=2, dim=64, heads=2, batch=32, lr=3e-3, steps=1_500),
         options={},
     )
 
