@@ -42,7 +42,7 @@ class Cifar10(Classification):
         source="uoft-cs/cifar10",
         folder="cifar10",
         defaults=Settings(
-            length=64, layers=4, dim=96, heads=4, batch=128, lr=2e-3, epochs=6, label_smoothing=0.1, weight_decay=0.05
+            length=64, layers=4, dim=96, heads=4, batch=128, lr=2e-3, epochs=5, label_smoothing=0.1, weight_decay=0.05
         ),
         options={"tokens": tuple(PATCH)},
     )

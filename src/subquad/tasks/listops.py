@@ -55,7 +55,7 @@ class ListOps(Classification):
         higher_is_better=True,
         source="",
         folder="listops",
-        defaults=Settings(length=128, layers=4, dim=64, heads=4, batch=32, lr=1e-3, steps=2_000),
+        defaults=Settings(length=128, layers=3, dim=64, heads=4, batch=32, lr=1e-3, steps=1_000),
         options={"test": tuple(DRAWN)},
     )
 

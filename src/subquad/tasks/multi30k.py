@@ -45,9 +45,7 @@ class Multi30k(Task):
         higher_is_better=True,
         source="bentrevett/multi30k",
         folder="multi30k",
-        defaults=Settings(
-            length=64, layers=3, dim=192, heads=4, batch=128, lr=1.5e-3, epochs=10, dropout=0.1, label_smoothing=0.1
-        ),
+        defaults=Settings(length=64, layers=3, dim=128, heads=4, batch=64, lr=2e-3, epochs=6, dropout=0.1, label_smoothing=0.1),
         options={"pair": PAIRS, "cross": ("softmax", "same")},
     )
 

@@ -38,7 +38,7 @@ class WikiText2(LanguageModel):
         higher_is_better=False,
         source="Salesforce/wikitext, wikitext-2-v1",
         folder="wikitext2",
-        defaults=Settings(length=128, layers=4, dim=128, heads=4, batch=16, lr=3e-3, steps=1_500, dropout=0.1),
+        defaults=Settings(length=128, layers=4, dim=128, heads=4, batch=16, lr=3e-3, steps=1_200, dropout=0.1),
         options={"tokens": ("bpe", "word")},
     )
 
