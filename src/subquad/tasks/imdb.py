@@ -39,7 +39,7 @@ class Imdb(Classification):
         higher_is_better=True,
         source="stanfordnlp/imdb",
         folder="imdb",
-        defaults=Settings(length=4_000, layers=2, dim=64, heads=2, batch=16, lr=1e-3, steps=1_500, dropout=0.1),
+        defaults=Settings(length=4_000, layers=2, dim=64, heads=2, batch=16, lr=1e-3, steps=600, dropout=0.1),
         options={},
     )
 
