@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 import subquad as sq
-from subquad import cli_parts
+from subquad import cli, cli_parts
 from subquad.cli import app
 
 

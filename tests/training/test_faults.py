@@ -90,6 +90,17 @@ def test_results_that_are_not_whole_are_refused(run, tmp_path):
         run()
 
 
+def test_checkpoints_without_results_are_not_gone_on_from(run, tmp_path):
+    run(out=tmp_path / "whole", settings=replace(SETTINGS, lr=0.02))
+    run()
+    path = tmp_path / "run" / "results.json"
+    path.write_text("{")
+    run(settings=replace(SETTINGS, lr=0.02), fresh=True)
+    assert equal(last(tmp_path / "run" / "linear"), last(tmp_path / "whole" / "linear"))
+    path.unlink()
+    assert run(settings=replace(SETTINGS, steps=3)).records[0].step == 3
+
+
 def test_two_runs_do_not_share_a_folder(run):
     def watch(progress):
         with pytest.raises(sq.SubquadError, match="another training is writing to"):

@@ -8,6 +8,7 @@ A folder is filled under another name, brought to the disk, and renamed. What it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from subquad.errors import SubquadError
 
 PREFIX = "checkpoint-"
 BEST = "best"
+LOG = "log.txt"  # what the process and its libraries say
 STAGE = ".writing"
 _OLD = ".old"
 
@@ -45,6 +47,15 @@ def tidy(folder: Path) -> None:
     newest = latest(folder)
     if newest is not None:
         _remove_older(newest)
+
+
+def clear(folder: Path) -> None:
+    """Remove all that a run leaves in `folder`, and the folder if nothing else is in it."""
+    for path in [*folder.glob(f"{PREFIX}*"), folder / BEST, folder / STAGE, folder / _OLD]:
+        shutil.rmtree(path, ignore_errors=True)
+    (folder / LOG).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def write(

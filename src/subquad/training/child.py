@@ -20,11 +20,10 @@ from typing import Any
 
 from subquad import errors
 from subquad.mechanisms import Config
+from subquad.training.checkpoints import LOG
 from subquad.training.plan import Plan, config_from, options_of, placed
 from subquad.training.results import Record, record_from
 from subquad.training.stop import Stop
-
-LOG = "log.txt"  # what the child and its libraries say
 
 
 def run_apart(plan: Plan, config: Config, folder: Path, tell: Callable[[Record], None], stop: Stop, lock: int | None) -> Record:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from subquad.bench.results import ResultsError, Setting, alone
 from subquad.errors import SubquadError
 from subquad.mechanisms import Config
 from subquad.tasks.base import Settings, Task
+from subquad.training import checkpoints
 from subquad.training.child import run_apart
 from subquad.training.plan import Plan, Precision, check, chosen, differences, options_of, place
 from subquad.training.results import FILE, UNFINISHED, Record, Results, load, save
@@ -160,6 +161,7 @@ def _begin(
         _compare(results, plan, configs, out, resume)
     for name, config in configs.items():
         if results.record(name) is None:
+            checkpoints.clear(out / name)  # what belongs to no record must not be gone on from
             results.put(Record(name, options_of(config)))
     for name, why in refused.items():
         results.put(Record(name, status="refused", why=why))
@@ -187,8 +189,9 @@ def _compare(results: Results, plan: Plan, configs: dict[str, Config], out: Path
 
 def _remove(out: Path) -> None:
     """What a run of ours has left in `out`, and nothing else."""
-    for record in load(out / FILE).records:
-        shutil.rmtree(out / record.method, ignore_errors=True)
+    with contextlib.suppress(ResultsError):  # of results that cannot be read the methods are not known
+        for record in load(out / FILE).records:
+            checkpoints.clear(out / record.method)
     os.unlink(out / FILE)
 
 
