@@ -49,7 +49,10 @@ def train(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass: less memory.")
     ] = False,
-    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; by default a tenth of all.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; by default a fifth of all.")] = None,
+    eval_rows: Annotated[
+        int | None, typer.Option(help="Validation rows of an evaluation; by default few enough for a twentieth of the time.")
+    ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; by default a tenth of all.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads; by default as many as PyTorch takes.", min=1)] = None,
     data: Annotated[str | None, typer.Option(help="Folder with local copies of data; by default SUBQUAD_DATA.")] = None,
@@ -90,8 +93,8 @@ def train(
         try:
             results = run(
                 chosen, _methods(method, method_option or []), replace(chosen.info.defaults, **changes), folder,
-                precision=precision, checkpointing=checkpointing, eval_every=eval_every, save_every=save_every,  # type: ignore[arg-type]
-                threads=threads, data=data, resume=resume, fresh=fresh, watch=show,
+                precision=precision, checkpointing=checkpointing, eval_every=eval_every, eval_rows=eval_rows,  # type: ignore[arg-type]
+                save_every=save_every, threads=threads, data=data, resume=resume, fresh=fresh, watch=show,
             )  # fmt: skip
         except KeyboardInterrupt:
             Console(stderr=True, quiet=not is_first).print(

@@ -8,7 +8,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from subquad.errors import MissingExtraError, OptionError, UnsupportedError
+from subquad.models.inputs import IGNORED
 from subquad.tasks import TASKS
+from subquad.tasks.rows import lengths_of
 
 LENGTHS = {"digits": 64, "cifar10": 64, "imdb": 96, "recall": 32}
 PUBLIC = [name for name, task in TASKS.items() if task.info.source]
@@ -51,6 +53,28 @@ def test_a_model_learns_and_is_scored(name, method, local, small):
         figures = task.score(model, rows, splits, settings)
         assert {task.info.metric, "loss"} <= set(figures)
         assert all(isinstance(value, float) and value == value for value in figures.values())
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_labels_make_a_loss_and_change_no_logits(name, local, small):
+    task, settings = TASKS[name](), tiny(name)
+    batch = first_batch(task.load(local, settings))
+    model = task.model("linear", settings).eval()
+    without = model(**{column: x for column, x in batch.items() if column != "labels"})
+    assert without.loss is None
+    assert torch.equal(without.logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_rows_that_are_padded_say_their_lengths(name, local, small):
+    splits = TASKS[name]().load(local, tiny(name))
+    for rows in (splits.train, splits.valid, splits.test):
+        batch = splits.collate([rows[i] for i in range(len(rows))])
+        real = [mask for column, mask in batch.items() if column.endswith("_mask")]
+        if name == "multi30k":
+            real.append(batch["labels"] != IGNORED)
+        lengths = lengths_of(rows)
+        assert (lengths or []) == list(zip(*(mask.sum(1).tolist() for mask in real), strict=True))
 
 
 @pytest.mark.parametrize("name", TASKS)

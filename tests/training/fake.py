@@ -2,14 +2,15 @@
 
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from subquad.models import SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.models import SubquadForCausalLM, SubquadForConditionalGeneration, SubquadForSequenceClassification
 from subquad.tasks.base import Settings, Splits, Task, TaskInfo
 from subquad.tasks.classes import Classification
-from subquad.tasks.rows import Columns, shape, stacked
+from subquad.tasks.rows import Columns, Sequences, padded, shape, stacked
 
 SETTINGS = Settings(length=7, layers=1, dim=12, heads=2, batch=8, lr=0.01, steps=12, dropout=0.1, seed=3)
 
@@ -70,6 +71,45 @@ class FakeText(Task):
     def score(self, model, rows, splits, settings):
         with torch.no_grad():
             return {"loss": float(model(**splits.collate([rows[i] for i in range(len(rows))])).loss)}
+
+
+class FakeRagged(Fake):
+    """Rows of 1 to 7 bits."""
+
+    info = replace(Fake.info, name="fake-ragged", options={})
+
+    def load(self, folder, settings):
+        generator = torch.Generator().manual_seed(0)
+        ids = [torch.randint(2, (1 + i * 5 % settings.length,), generator=generator) for i in range(50)]
+        rows = Sequences(torch.stack([row.sum() % 2 for row in ids]), input_ids=ids)
+        return Splits(train=rows, valid=rows, test=rows, collate=padded())
+
+    def model(self, method, settings):
+        return SubquadForSequenceClassification(shape(method, settings, vocab_size=2, num_labels=2))
+
+
+class FakePairs(Task):
+    """Copying, by an encoder and a decoder: what the decoder reads is in the batch, or left to the model."""
+
+    info = TaskInfo(
+        name="fake-pairs", idea="copying", kind="encoder-decoder", metric="loss", higher_is_better=False, source="", folder="",
+        defaults=SETTINGS, options={"reads": ("given", "labels")},
+    )  # fmt: skip
+
+    def load(self, folder, settings):
+        ids = (torch.arange(48).unsqueeze(1) + torch.arange(settings.length)) % 9 + 2
+        columns = {"input_ids": ids, "labels": ids}
+        if self.options(settings)["reads"] == "given":
+            columns["decoder_input_ids"] = torch.cat([torch.ones_like(ids[:, :1]), ids[:, :-1]], 1)
+        rows = Columns(**columns)
+        return Splits(train=rows, valid=rows, test=rows, collate=stacked)
+
+    def model(self, method, settings):
+        tokens = {"vocab_size": 11, "pad_token_id": 0, "decoder_start_token_id": 1, "eos_token_id": 2}
+        return SubquadForConditionalGeneration(shape(method, settings, is_encoder_decoder=True, **tokens))
+
+    def score(self, model, rows, splits, settings):
+        return {"loss": 0.0}
 
 
 class NoDataError(__import__("subquad").SubquadError):

@@ -7,13 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification
+from transformers.loss.loss_utils import ForMaskedLMLoss
 
 import subquad as sq
+from subquad.models import seq2seq
 from subquad.training import checkpoints, load
 from subquad.training.data import Batches
 from subquad.training.memory import Peak
 from subquad.training.plan import chosen
-from tests.training.fake import SETTINGS, Fake, FakeText
+from tests.training.fake import SETTINGS, Fake, FakePairs, FakeText
 from tests.training.weights import equal, last, stop_after, weights
 
 
@@ -91,6 +93,21 @@ def test_the_loss_is_smoothed_and_shifted(run):
     assert abs(record.losses[0][1] - model(**batch).loss.item()) > 1e-4
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_model_makes_a_loss_of_its_own_only_where_it_counts(run, tmp_path, monkeypatch, smoothing):
+    made = []
+    monkeypatch.setattr(seq2seq, "ForMaskedLMLoss", lambda *given: made.append(1) or ForMaskedLMLoss(*given))
+    losses, calls = [], []
+    for reads in ("given", "labels"):  # of the latter a model makes what its decoder reads
+        made.clear()
+        settings = replace(SETTINGS, label_smoothing=smoothing, options=(("reads", reads),))
+        losses.append(run(task=FakePairs(), settings=settings, out=tmp_path / reads).records[0].losses)
+        calls.append(len(made))
+    assert calls == [0 if smoothing else SETTINGS.steps, SETTINGS.steps]
+    assert losses[0] == losses[1]
+    assert equal(*(last(tmp_path / reads / "linear") for reads in ("given", "labels")))
+
+
 def test_the_rate_rises_to_its_height_and_falls_to_nothing(run, tmp_path):
     settings = replace(SETTINGS, warmup=0.5)
     with pytest.raises(KeyboardInterrupt):
@@ -146,32 +163,6 @@ def test_finished_methods_are_kept_and_others_join_them(run, tmp_path):
 def test_epochs_are_passes_over_the_rows(run):
     results = run(settings=replace(SETTINGS, steps=None, epochs=1.5))
     assert results.records[0].steps == 6  # 1.5 x 30 rows / 8
-
-
-def test_every_epoch_has_every_row_once_and_an_order_of_its_own():
-    places = [place for batch in Batches(rows=30, batch=8, steps=15, seed=0) for place in batch]
-    epochs = [[row for epoch, row in places if epoch == e] for e in range(4)]
-    assert all(sorted(rows) == list(range(30)) for rows in epochs)
-    assert len({tuple(rows) for rows in epochs}) == 4
-
-
-def test_processes_share_a_batch():
-    whole = list(Batches(rows=30, batch=8, steps=5, seed=0))
-    parts = [list(Batches(rows=30, batch=8, steps=5, seed=0, process=i, processes=2)) for i in range(2)]
-    assert whole == [a + b for a, b in zip(*parts, strict=True)]
-
-
-def test_rows_that_are_drawn_anew_know_their_epoch(run):
-    seen = []
-
-    class Anew(Fake):
-        def load(self, folder, settings):
-            splits = super().load(folder, settings)
-            splits.train.set_epoch = seen.append
-            return splits
-
-    run(task=Anew())
-    assert seen == [0, 1, 2, 3]
 
 
 def test_a_run_is_watched(run):

@@ -56,7 +56,10 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class Splits:
-    """Rows to learn from, to choose the best model by, and to report, and how rows become a batch for the model."""
+    """Rows to learn from, to choose the best model by, and to report, and how rows become a batch for the model.
+
+    Rows that are padded have an attribute `lengths`, a tuple of numbers a row: those of like lengths are then put into a batch.
+    """
 
     train: Dataset[Row]  # with a method `set_epoch(epoch)` where it draws anew each epoch: to be called before each
     valid: Dataset[Row]

@@ -125,6 +125,10 @@ class Captions(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         return {"input_ids": self.sources[index], "target": self.targets[index], "reference": self.references[index]}
 
+    @property
+    def lengths(self) -> list[tuple[int, ...]]:
+        return list(zip(self.sources.lengths, self.targets.lengths, strict=True))
+
 
 def collate(rows: Sequence[Row]) -> Batch:
     """Sources with their mask; targets as labels and, moved right by one, as what the decoder reads."""

@@ -6,13 +6,13 @@ B batch, N tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedModel
 
 from subquad.bench.measure import configured
@@ -53,6 +53,10 @@ class Ragged:
     def __getitem__(self, index: int) -> Tensor:
         return self.values[self.ends[index] : self.ends[index + 1]]
 
+    @property
+    def lengths(self) -> list[int]:
+        return [end - begin for begin, end in pairwise(self.ends)]
+
 
 class Sequences(Dataset[Row]):
     """Row i is token ids of their own length by name, and, where there are labels, label i."""
@@ -67,6 +71,10 @@ class Sequences(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         row = {name: sequences[index] for name, sequences in self.ids.items()}
         return row if self.labels is None else row | {"labels": self.labels[index]}
+
+    @property
+    def lengths(self) -> list[tuple[int, ...]]:
+        return list(zip(*(sequences.lengths for sequences in self.ids.values()), strict=True))
 
 
 class Blocks(Dataset[Row]):
@@ -118,10 +126,20 @@ def fill(sequences: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def answers(model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> Iterator[tuple[Batch, Any]]:
-    """Each batch of `rows`, in their order, and the model's output for it."""
-    for batch in DataLoader(rows, batch_size=settings.batch, collate_fn=splits.collate):
+    """Each batch of `rows`, in their order or, where they have lengths, the shortest first; and the model's output for it."""
+    lengths = lengths_of(rows)
+    order = None if lengths is None else sorted(range(len(lengths)), key=lengths.__getitem__)
+    for batch in DataLoader(rows, batch_size=settings.batch, sampler=order, collate_fn=splits.collate):
         batch = {name: column.to(model.device) for name, column in batch.items()}
         yield batch, model(**{name: column for name, column in batch.items() if name != "labels"})
+
+
+def lengths_of(rows: Dataset[Row]) -> Sequence[tuple[int, ...]] | None:
+    """Of each row, where they are padded (see `Splits`)."""
+    if not isinstance(rows, Subset):
+        return getattr(rows, "lengths", None)
+    lengths = lengths_of(rows.dataset)
+    return None if lengths is None else [lengths[i] for i in rows.indices]
 
 
 def shuffled(count: int, seed: int) -> Tensor:

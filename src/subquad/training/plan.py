@@ -26,6 +26,8 @@ _NEEDS = {
     "encoder-decoder": ["bidirectional", "is_causal", "decode"],
 }
 _ORACLE = "svd"
+_SHARE, _FORWARD = 0.05, 3  # time of evaluations beside that of steps; rows that are scored while one is learnt from
+_LEAST = 256  # rows of an evaluation, if there are so many
 
 
 class UnknownTaskError(SubquadError, LookupError):
@@ -38,7 +40,8 @@ class Plan:
 
     Args:
         task: where its class stands, as module:class, so that another process finds it.
-        eval_every, save_every: steps between evaluations, and between checkpoints; by default a tenth of all steps.
+        eval_every, save_every: steps between evaluations, and between checkpoints; by default a fifth and a tenth of all.
+        eval_rows: validation rows of an evaluation; by default so many that evaluations take about a twentieth of the run.
         data: folder with local copies of the tasks' data.
     """
 
@@ -48,6 +51,7 @@ class Plan:
     checkpointing: bool = False
     eval_every: int | None = None
     save_every: int | None = None
+    eval_rows: int | None = None
     threads: int = 1
     data: str | None = None
 
@@ -60,6 +64,7 @@ class Plan:
             "precision": self.precision,
             "checkpointing": self.checkpointing,
             "eval_every": self.eval_every,
+            "eval_rows": self.eval_rows,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -69,6 +74,17 @@ class Plan:
     def from_json(saved: dict[str, Any]) -> Plan:
         options = tuple((name, value) for name, value in saved["settings"]["options"])
         return Plan(**{**saved, "settings": Settings(**{**saved["settings"], "options": options})})
+
+
+class Every:
+    """When a run evaluates and writes a checkpoint, in steps, and how many validation rows an evaluation reads."""
+
+    def __init__(self, plan: Plan, steps: int) -> None:
+        self.evaluation = plan.eval_every or math.ceil(steps / 5)
+        self.checkpoint = plan.save_every or math.ceil(steps / 10)
+        evaluations = math.ceil(steps / self.evaluation)
+        paid = _SHARE * _FORWARD * steps * plan.settings.batch / evaluations
+        self.rows = plan.eval_rows or max(_LEAST, round(paid))
 
 
 def named(name: str) -> Task:
@@ -149,7 +165,8 @@ def check(plan: Plan, task: Task, processes: int) -> None:
             f"a run lasts so many steps or so many epochs, one of the two; got steps={settings.steps} and "
             f"epochs={settings.epochs}. Leave one out."
         )
-    every = {"steps": settings.steps, "eval_every": plan.eval_every, "save_every": plan.save_every, "threads": plan.threads}
+    every = {"steps": settings.steps, "eval_every": plan.eval_every, "save_every": plan.save_every}
+    every |= {"eval_rows": plan.eval_rows, "threads": plan.threads}
     checks.sizes(**{name: value for name, value in every.items() if value is not None})
     above = {"lr": settings.lr, "epochs": settings.epochs}
     for name, value in above.items():

@@ -25,7 +25,8 @@ class Record:
         why: why it failed, diverged or was refused.
         step, steps: how many are done, and how many there are.
         losses: (step, mean training loss since the point before).
-        evals: figures on the validation rows, each with its "step".
+        eval_rows: how many of the validation rows an evaluation reads, the same each time.
+        evals: figures on those rows, each with its "step".
         best_step: that of the model kept as best, by the task's metric.
         test: the best model's figures on the test rows.
         step_seconds: median of a step: forward, backward and update, without the reading of data.
@@ -42,6 +43,7 @@ class Record:
     step: int = 0
     steps: int | None = None
     losses: list[tuple[int, float]] = field(default_factory=list)
+    eval_rows: int | None = None
     evals: list[dict[str, float]] = field(default_factory=list)
     best_step: int | None = None
     test: dict[str, float] = field(default_factory=dict)

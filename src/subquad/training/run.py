@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from subquad.errors import SubquadError
 from subquad.tasks.base import Splits, Task
+from subquad.tasks.rows import lengths_of
 from subquad.training import checkpoints
 from subquad.training.data import Batches, length
 from subquad.training.memory import Peak
@@ -83,7 +84,8 @@ def _run(job: Job, record: Record) -> None:
     model = task.model(job.config, settings)
     record.parameters = sum(p.numel() for p in model.parameters())
     job.tell(record)
-    batches = Batches(length(splits.train), settings.batch, record.steps, settings.seed, process(), record.processes)
+    rows, share = length(splits.train), (process(), record.processes)
+    batches = Batches(rows, settings.batch, record.steps, settings.seed, *share, lengths_of(splits.train))
     trainer = MethodTrainer(job, model, record, batches, peak)
     trainer.accelerator.wait_for_everyone()  # until the first has tidied up
     newest = checkpoints.latest(folder)
@@ -98,7 +100,7 @@ def _run(job: Job, record: Record) -> None:
         return
     best: Any = type(model).from_pretrained(folder / checkpoints.BEST).to(model.device)
     with peak.paused():
-        record.test = scored(best, job, "test")
+        record.test = scored(best, job, splits.test)
     record.seconds = trainer.before + time.monotonic() - begun
     record.status = "done"
 

@@ -53,6 +53,7 @@ def train(
     checkpointing: bool = False,
     eval_every: int | None = None,
     save_every: int | None = None,
+    eval_rows: int | None = None,
     threads: int | None = None,
     data: str | None = None,
     resume: bool = False,
@@ -67,7 +68,8 @@ def train(
         out: the run's folder. Finished methods in it, of the same settings, are kept and not trained again.
         precision: "fp32", or "bf16" for autocast.
         checkpointing: recompute blocks in the backward pass rather than keep what is inside them.
-        eval_every, save_every: steps; by default a tenth of all.
+        eval_every, save_every: steps; by default a fifth and a tenth of all.
+        eval_rows: validation rows of an evaluation; by default so many that evaluations take about a twentieth of the run.
         data: folder with local copies of data; by default what SUBQUAD_DATA names, or the public source.
         resume: go on with what is unfinished in `out`.
         fresh: start over, and remove what `out` holds.
@@ -79,7 +81,8 @@ def train(
     """
     plan = Plan(
         task=place(task), settings=settings or task.info.defaults, precision=precision, checkpointing=checkpointing,
-        eval_every=eval_every, save_every=save_every, threads=threads or torch.get_num_threads(), data=data,
+        eval_every=eval_every, save_every=save_every, eval_rows=eval_rows, threads=threads or torch.get_num_threads(),
+        data=data,
     )  # fmt: skip
     check(plan, task, processes())
     configs, refused = chosen(task, methods, plan.settings)

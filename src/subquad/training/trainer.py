@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from subquad import files
@@ -29,15 +29,16 @@ from subquad.models import SubquadForCausalLM
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Row, Splits, Task
 from subquad.training import checkpoints
-from subquad.training.data import Batches, loader, mixed
+from subquad.training.data import Batches, length, loader, mixed, spread
 from subquad.training.memory import Peak
-from subquad.training.plan import Plan
+from subquad.training.plan import Every, Plan
 from subquad.training.results import Record, record_from
 
 STATE = "run.json"  # in a checkpoint, beside what `Trainer` writes
 _CLIP = 1.0  # norm of the gradient, at most
 _POINTS = 200  # of the loss curve, at most
 _KEPT = 1000  # last step times, of which the median is taken
+_DECODER_READS = ("decoder_input_ids", "decoder_inputs_embeds")
 _LASTING, _TIMES = 20, 3.0  # so many steps above so many times the first loss are a divergence
 
 
@@ -100,6 +101,9 @@ class MethodTrainer(Trainer):
     def __init__(self, job: Job, model: PreTrainedModel, record: Record, batches: Batches, peak: Peak) -> None:
         self.job, self.record, self.batches, self.peak = job, record, batches, peak
         self.memory = Memory()
+        self.every = Every(job.plan, batches.steps)
+        self.valid = spread(job.splits.valid, self.every.rows)
+        record.eval_rows = length(self.valid)
         self.step_loss = self.step_norm = torch.tensor(math.nan)
         self._target = job.folder
         self.begun, self.before = time.monotonic(), record.seconds
@@ -115,6 +119,7 @@ class MethodTrainer(Trainer):
         before = record_from(saved["record"])
         for name in ("step", "losses", "evals", "best_step", "peak_bytes", "step_seconds"):
             setattr(self.record, name, getattr(before, name))
+        self.before = before.seconds
 
     def require_same(self, checkpoint: Path | None) -> None:
         """That all processes see the checkpoint that the first one goes on from."""
@@ -133,28 +138,34 @@ class MethodTrainer(Trainer):
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The mean over the labels of all processes, smoothed; gradients are averaged over processes, hence the factor."""
-        outputs = model(**inputs)
         labels, smoothing = inputs["labels"], self.job.plan.settings.label_smoothing
-        loss = outputs.loss
+        wanted = labels[:, 1:] if self.is_causal_lm else labels
         if smoothing:
             if labels.is_floating_point():
                 raise InputError("label_smoothing is for classes, and these labels are numbers. Set it to 0.")
+            outputs = model(**self._without_labels(inputs))
             logits = outputs.logits[:, :-1] if self.is_causal_lm else outputs.logits
-            wanted = labels[:, 1:] if self.is_causal_lm else labels
             loss = F.cross_entropy(
                 logits.flatten(0, -2).float(), wanted.flatten(), label_smoothing=smoothing, ignore_index=IGNORED
             )
+        else:
+            outputs = model(**inputs)
+            loss = outputs.loss
         if self.record.processes > 1:
-            counted = labels[:, 1:] if self.is_causal_lm else labels
-            count = (counted != IGNORED).sum().float()
+            count = (wanted != IGNORED).sum().float()
             loss = loss * count / self.accelerator.reduce(count.clone(), "mean").clamp(min=1)
         self.step_loss = loss.detach()
         return (loss, outputs) if return_outputs else loss
 
+    def _without_labels(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """For a model to make no loss of its own; with labels where it makes from them what its decoder reads."""
+        is_read = self.model.config.is_encoder_decoder and inputs.keys().isdisjoint(_DECODER_READS)
+        return {name: column for name, column in inputs.items() if is_read or name != "labels"}
+
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The task's figures on the validation rows; every process has those of the first. The best model is saved."""
         with self.peak.paused():
-            figures = self.agreed(scored(self.model, self.job, "valid"))
+            figures = self.agreed(scored(self.model, self.job, self.valid))
         best, metric = self.record.best, self.job.task.info.metric
         self.record.evals.append({"step": self.state.global_step, **figures})
         sign = 1 if self.job.task.info.higher_is_better else -1
@@ -268,24 +279,23 @@ class _Watch(TrainerCallback):
         trainer, step, steps = self.trainer, state.global_step, state.max_steps
         trainer.memory.times = [*trainer.memory.times, time.perf_counter() - self.started][-_KEPT:]
         is_last = step >= steps or self.is_stopped
-        tenth = max(1, steps // 10)
         if step % max(1, steps // _POINTS) == 0 or step >= steps:
             since = trainer.memory.since
             trainer.record.losses.append((step, sum(since) / len(since)))
             trainer.memory.since = []
             trainer.report()
-        control.should_evaluate = step % (trainer.job.plan.eval_every or tenth) == 0 or step >= steps
-        control.should_save = step % (trainer.job.plan.save_every or tenth) == 0 or is_last
+        control.should_evaluate = step % trainer.every.evaluation == 0 or step >= steps
+        control.should_save = step % trainer.every.checkpoint == 0 or is_last
         control.should_training_stop = is_last
         return control
 
 
-def scored(model: Any, job: Job, rows: str) -> dict[str, float]:
-    """The task's figures of `model` on a split; the training's randomness is left alone."""
+def scored(model: Any, job: Job, rows: Dataset[Row]) -> dict[str, float]:
+    """The task's figures of `model` on these rows; the training's randomness is left alone."""
     was_training, plan = model.training, job.plan
     model.eval()
     half = torch.autocast(model.device.type, torch.bfloat16) if plan.precision == "bf16" else contextlib.nullcontext()
     with torch.random.fork_rng(), half:
-        figures = job.task.score(model, getattr(job.splits, rows), job.splits, plan.settings)
+        figures = job.task.score(model, rows, job.splits, plan.settings)
     model.train(was_training)
     return figures
