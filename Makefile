@@ -6,7 +6,7 @@ SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard src/subquad/
 # Mechanisms with compiled loops, which are tested without them, too.
 COMPILED := linear or taylor or plain or efficient or performer or reformer or routing or clustered or rfa or local or longformer or bigbird or sparse or pooled or nystrom or induced
 
-.PHONY: install compare test check fix bench peers clean
+.PHONY: install compare test check fix bench peers results-quick clean
 
 install: $(STAMP)
 
@@ -22,6 +22,21 @@ $(VENV)/compare: $(SOURCES)
 
 compare: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/compare)
 	$(BIN)/subquad compare --lengths 256:16384
+
+$(VENV)/train: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report,train]'
+	touch $@
+
+# The tasks that need no data, in small; stopped, it goes on where it was.
+QUICK := $(BIN)/subquad train --method linear,performer,softmax --threads 1 --resume
+SMALL := --layers 2 --dim 32 --heads 2 --batch 32
+
+results-quick: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/train)
+	$(QUICK) digits $(SMALL) --epochs 8 --lr 0.005 --out subquad-quick/digits
+	$(QUICK) listops $(SMALL) --length 48 --steps 300 --eval-every 100 --out subquad-quick/listops
+	$(QUICK) recall $(SMALL) --length 32 --steps 600 --lr 0.01 --eval-every 150 --out subquad-quick/recall
+	$(QUICK) pycode $(SMALL) --length 128 --batch 16 --steps 150 --eval-every 150 --out subquad-quick/pycode
 
 check: install
 	$(BIN)/ruff format --check .

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 import subquad as sq
-from subquad import cli
+from subquad import cli, cli_parts
 from subquad.cli import app
 
 
@@ -116,7 +116,7 @@ def test_show_says_where_the_file_is(run, tmp_path):
     + [(word, word) for word in ("none", "favor++", "split", "", "[1]", "{}", "{[]}", "1 2", "b'x'")],
 )
 def test_values_of_options(text, value):
-    read = cli._value(text)
+    read = cli_parts._value(text)
     assert read == value
     assert type(read) is type(value)
 

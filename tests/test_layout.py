@@ -20,8 +20,10 @@ LAYERS = [
     {"__init__"},
     {"models"},
     {"bench"},
+    {"tasks"},
+    {"training"},
     {"report"},
-    {"cli", "__main__"},
+    {"cli", "cli_parts", "cli_train", "__main__"},
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
 from pathlib import Path
@@ -12,12 +11,12 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 import subquad
-from subquad import Config, Info, InputError, MissingExtraError, OptionError, SubquadError
+from subquad import Info, InputError, MissingExtraError, SubquadError
+from subquad.cli_parts import Bar, configured
+from subquad.cli_train import train
 from subquad.registry import resolve
 from subquad.report import attention_map, render, save, save_charts, write_page
 
@@ -122,7 +121,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and no picture.")] = False,
 ) -> None:
     """Who attends to whom: the pairs a mechanism chooses, or its effective weights beside exact softmax's."""
-    config = _configured(method, option or [])
+    config = configured(method, option or [])
     shown = attention_map(config, length=length, heads=heads, head_dim=head_dim, is_causal=True if causal else None, seed=seed)
     if out is not None:
         save(shown, out)
@@ -171,9 +170,11 @@ def compare(
     plan = Plan(tuple(names), tuple(_lengths(lengths)), tuple(kinds), budget=60 * budget, qkv=qkv)  # type: ignore[arg-type]
     setting = Setting(heads, head_dim, batch, dtype, causal, device, threads or torch.get_num_threads())
     stopped = False
-    with _Bar() as bar:
+    with Bar() as bar:
         try:
-            results = run(plan, setting, out, fresh=fresh, watch=bar)
+            results = run(
+                plan, setting, out, fresh=fresh, watch=lambda p: bar.show(p.doing, p.share, f"{p.left:.0f} s left at most")
+            )
         except KeyboardInterrupt:
             results, stopped = load(out / FILE), True
     _report(results, out, png)
@@ -199,26 +200,6 @@ def _lengths(text: str) -> list[int]:
     if not found:
         raise InputError(f"--lengths is first:last, which doubles, or a list such as 512,1000,4096; got {text!r}.")
     return found
-
-
-class _Bar:
-    """A progress bar with what is measured now and the time left."""
-
-    def __init__(self) -> None:
-        columns = (TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.fields[left]}"))
-        self._progress = RichProgress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("starting", total=1.0, left="")
-
-    def __call__(self, progress: Any) -> None:
-        left = f"{progress.left:.0f} s left at most"
-        self._progress.update(self._task, completed=progress.share, description=progress.doing, left=left)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
 
 def _report(results: Any, out: Path, png: bool) -> None:
@@ -289,6 +270,9 @@ def advise(
         console.print(f"  {escape(advice.code)}", style="cyan")
 
 
+app.command(epilog="Example: [bold]subquad train digits --method linear,softmax --steps 300 --out digits[/bold]")(train)
+
+
 def _where(results: Any, path: Path | None) -> str:
     """What an advice rests on."""
     from subquad.bench.machine import describe
@@ -299,25 +283,6 @@ def _where(results: Any, path: Path | None) -> str:
     place = "this machine" if results.machine.get("processor") == here.get("processor") else "another machine than this"
     shape = f"{results.setting.heads} heads of {results.setting.head_dim} channels, {results.setting.dtype}"
     return f"in {path}, on {place}: {results.machine.get('processor')}, {results.setting.threads} threads, {shape}."
-
-
-def _configured(method: str, options: list[str]) -> Config:
-    named: dict[str, Any] = {}
-    for option in options:
-        name, equals, text = option.partition("=")
-        if not equals or name in named:
-            raise OptionError(f"an option is name=value, each name once; got {option!r}. Write it as --option features=128.")
-        named[name] = _value(text)
-    return type(resolve(method))(**named)
-
-
-def _value(text: str) -> Any:
-    """Numbers, True, False, None and tuples such as 1,2,4 as Python reads them; anything else is a word."""
-    try:
-        value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
-    except (SyntaxError, TypeError, ValueError):
-        return text
-    return value if isinstance(value, (int, float, tuple, type(None))) else text
 
 
 def main() -> None:

@@ -100,10 +100,13 @@ class Results:
 
 def save(results: Results, path: Path) -> None:
     """Wholly, or not at all."""
-    text = json.dumps({"schema": SCHEMA, "version": VERSION, **_plain(results)})
+    write_json(path, {"schema": SCHEMA, "version": VERSION, **_plain(results)})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, text.encode())
+        write(path, json.dumps(content).encode())
     except OSError as error:
         raise ResultsError(
             f"the results cannot be written to {path}: {error.strerror or error}. Choose another folder."
@@ -115,22 +118,27 @@ def _plain(results: Results) -> dict[str, Any]:
     return {**vars(results), **records, "setting": vars(results.setting)}
 
 
-def load(path: Path) -> Results:
-    """What `save` wrote."""
+def read(path: Path, schema: str, version: int) -> dict[str, Any]:
+    """What a results file of that schema and version holds."""
     try:
         saved = json.loads(path.read_text())
     except OSError as error:
         raise ResultsError(f"the results in {path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
-        raise ResultsError(f"{path} is not whole JSON ({error}). Move it away, or compare anew with --fresh.") from error
+        raise ResultsError(f"{path} is not whole JSON ({error}). Move it away, or start over with --fresh.") from error
     found = (saved.get("schema"), saved.get("version")) if isinstance(saved, dict) else (None, None)
-    if found != (SCHEMA, VERSION):
+    if found != (schema, version):
         raise ResultsError(
-            f"{path} must have schema {SCHEMA!r}, version {VERSION}; got {found[0]!r}, version {found[1]!r}. "
-            "It was written by another program or release: choose another folder, or compare anew with --fresh."
+            f"{path} must have schema {schema!r}, version {version}; got {found[0]!r}, version {found[1]!r}. "
+            "It was written by another program or release: choose another folder, or start over with --fresh."
         )
+    return {name: value for name, value in saved.items() if name not in ("schema", "version")}
+
+
+def load(path: Path) -> Results:
+    """What `save` wrote."""
+    fields = read(path, SCHEMA, VERSION)
     try:
-        fields = {name: value for name, value in saved.items() if name not in ("schema", "version")}
         fields["setting"] = Setting(**fields["setting"])
         fields["timings"] = [Timing(**{**t, "rounds": [(s, b) for s, b in t["rounds"]]}) for t in fields["timings"]]
         fields["facts"] = [Facts(**f) for f in fields["facts"]]
@@ -140,12 +148,15 @@ def load(path: Path) -> Results:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """While nobody else compares into `folder`: two would overwrite and disturb each other."""
+def alone(folder: Path, doing: str = "comparison") -> Iterator[int | None]:
+    """While nobody else writes into `folder`: two would overwrite and disturb each other.
+
+    Gives the lock's file descriptor: a process that inherits it keeps the folder until it ends, too.
+    """
     try:
         import fcntl
     except ImportError:  # not a Unix
-        yield
+        yield None
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,5 +168,5 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with the process, however that ends
         except OSError:
-            raise ResultsError(f"another comparison is writing to {folder}. Wait for it, or choose another --out.") from None
-        yield
+            raise ResultsError(f"another {doing} is writing to {folder}. Wait for it, or choose another --out.") from None
+        yield lock.fileno()

@@ -146,6 +146,32 @@ def _lines(
     return _sized(chart, in_page, rows)
 
 
+def curves(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool) -> Spec:
+    """Value by step, both linear, a line a method."""
+    (alt,) = need("a chart", "altair")
+    colour, shape = _scales(alt, drawn, in_page)
+    tooltip = [
+        alt.Tooltip(field, type="nominal", title=title)
+        for field, title in (("method",) * 2, ("step",) * 2, ("amount", "value"))
+    ]
+    shared = (
+        alt.Chart(alt.NamedData(name="rows"))
+        .transform_filter(_drawn(kinds))
+        .encode(
+            x=alt.X("step:Q", title="step", axis=alt.Axis(grid=False)),
+            y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),
+            color=colour,
+            detail="method:N",
+        )
+    )
+    layers = [
+        shared.mark_line(aria=False, strokeWidth=1.6),
+        shared.mark_point(filled=True, size=30, opacity=1, aria=False).encode(shape=shape),
+        shared.mark_point(filled=True, shape="circle", size=260, opacity=0).encode(tooltip=tooltip),  # easier to hit
+    ]
+    return _sized(_with_signals(alt, alt.layer(*layers), kinds), in_page, rows)
+
+
 def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool) -> Spec:
     """Points with labels, which Vega-Lite cannot keep apart: hence compiled to Vega, and the labels added."""
     alt, convert = need("a chart", "altair", "vl_convert")

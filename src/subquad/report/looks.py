@@ -54,6 +54,10 @@ class Look:
         return SHAPES[self.shape]
 
     @property
+    def label(self) -> str:
+        return "SDPA" if self.is_baseline else self.method
+
+    @property
     def is_baseline(self) -> bool:
         return self.method == BASELINE
 

@@ -34,10 +34,15 @@ class _Picture:
 
 def write_page(results: Results, path: Path) -> None:
     """Write `results` to `path` as one HTML file that works offline: wholly, or not at all."""
+    page = template("page.html.jinja")
+    write(path, page.render(_contents(results)).encode())
+
+
+def template(name: str) -> Any:
+    """One of the pages beside this file."""
     jinja2, _, _ = need("a page", "jinja2", "altair", "vl_convert")
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    write(path, environment.get_template("page.html.jinja").render(_contents(results)).encode())
+    return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
 
 def _contents(results: Results) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def _contents(results: Results) -> dict[str, Any]:
         "charts": {chart.name: chart for chart in found},
         "specs": {chart.name: chart.spec for chart in found},
         "themes": {"light": theme(drawn, "light"), "dark": theme(drawn, "dark")},
-        "legend": _legend(drawn),
+        "legend": [("reference", drawn[:1]), *legend(drawn[1:])],
         "pass_names": figures.PASS_NAMES,
         "crossovers": tables.crossovers(results),
         "growth": tables.growth(results),
@@ -59,15 +64,15 @@ def _contents(results: Results) -> dict[str, Any]:
         "all_figures": tables.all_figures(results),
         "machine": tables.machine(results),
         "pictures": list(_pictures(results)),
-        "library": _library(),
+        "library": library(),
     }
 
 
-def _legend(drawn: list[Look]) -> list[tuple[str, list[Look]]]:
+def legend(drawn: list[Look]) -> list[tuple[str, list[Look]]]:
     """The methods by engine."""
     names = {"": "other", "dense": "dense"}
-    groups = groupby(drawn[1:], key=lambda look: look.engine)
-    return [("reference", drawn[:1]), *((names.get(engine, engine.replace("_", "-")), list(g)) for engine, g in groups)]
+    groups = groupby(drawn, key=lambda look: look.engine)
+    return [(names.get(engine, engine.replace("_", "-")), list(group)) for engine, group in groups]
 
 
 def _pictures(results: Results) -> Iterable[_Picture]:
@@ -87,7 +92,7 @@ def _pictures(results: Results) -> Iterable[_Picture]:
         yield _Picture(method, shown.title, urls, caption)
 
 
-def _library() -> str:
+def library() -> str:
     """Vega, Vega-Lite and vega-embed as one script, fit to stand in a page."""
     (convert,) = need("a page", "vl_convert")
     return str(convert.javascript_bundle()).replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -1,0 +1,96 @@
+"""The page and the table of a training run: every method's score beside its cost, and the curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from subquad.report import figures
+from subquad.report.charts import Chart, curves, write
+from subquad.report.looks import looks, theme
+from subquad.report.page import legend, library, template
+from subquad.report.tables import Cell, Table
+from subquad.training.results import Record, Results
+
+_NONE = Cell("-", None, "none")
+
+
+def summary(results: Results) -> Table:
+    """One row a method, the best first."""
+    metric = results.metric
+    headings = ["method", metric, "loss", "step time", "peak memory", "parameters", "steps", "time"]
+    table = Table("summary", "The score of each method on the test rows, and what it cost.", headings)
+    for record in results.ranked():
+        score, loss = (record.test.get(name) for name in (metric, "loss"))
+        table.rows.append(
+            [
+                Cell(record.method, record.method),
+                Cell(record.status, None, record.status) if score is None else Cell(f"{score:.4g}", score),
+                _NONE if loss is None else Cell(f"{loss:.4g}", loss),
+                _NONE if record.step_seconds is None else Cell(figures.duration(record.step_seconds), record.step_seconds),
+                _NONE if not record.peak_bytes else Cell(figures.size(record.peak_bytes), float(record.peak_bytes)),
+                _NONE if record.parameters is None else Cell(f"{record.parameters:,}", float(record.parameters)),
+                _steps(record),
+                _NONE if not record.seconds else Cell(f"{record.seconds:,.0f} s", record.seconds),
+            ]
+        )
+    return table
+
+
+def _steps(record: Record) -> Cell:
+    if record.steps is None:
+        return _NONE
+    text = f"{record.step:,}" if record.step == record.steps else f"{record.step:,} of {record.steps:,}"
+    return Cell(text, float(record.step))
+
+
+def reasons(results: Results) -> Table:
+    """Methods without a score, and why."""
+    table = Table("reasons", "Methods without a score, and why.", ["method", "status", "why"])
+    for record in results.records:
+        if record.status != "done":
+            why = record.why or "not finished"
+            table.rows.append(
+                [Cell(record.method, record.method), Cell(record.status, record.status, record.status), Cell(why, why)]
+            )
+    return table
+
+
+def training_charts(results: Results, *, in_page: bool = True) -> list[Chart]:
+    """The training loss, and each figure on the validation rows, by step."""
+    rows: figures.Rows = []
+    for record in results.records:
+        rows += [_point(record, "training loss", step, loss) for step, loss in record.losses]
+        for found in record.evals:
+            rows += [_point(record, f"validation {name}", int(found["step"]), y) for name, y in found.items() if name != "step"]
+    drawn = looks(_drawn_methods(results))[1:]
+    kinds = tuple(dict.fromkeys(row["kind"] for row in rows))
+    return [Chart("curves", curves(rows, drawn, kinds, in_page), kinds)] if rows else []
+
+
+def _point(record: Record, kind: str, step: int, value: float) -> dict[str, Any]:
+    return {"method": record.method, "kind": kind, "step": step, "value": value, "amount": f"{value:.4g}"}
+
+
+def _drawn_methods(results: Results) -> list[str]:
+    return [record.method for record in results.records if record.losses]
+
+
+def write_training_page(results: Results, path: Path) -> None:
+    """Write `results` to `path` as one HTML file that works offline: wholly, or not at all."""
+    drawn = looks(_drawn_methods(results))[1:]
+    found = training_charts(results)
+    settings = {name: value for name, value in results.settings.items() if value is not None and value != {}}
+    facts = {**settings, **{name: value for name, value in results.machine.items() if value is not None}}
+    content = {
+        "results": results,
+        "summary": summary(results),
+        "reasons": reasons(results),
+        "charts": {chart.name: chart for chart in found},
+        "specs": {chart.name: chart.spec for chart in found},
+        "themes": {"light": theme(drawn, "light"), "dark": theme(drawn, "dark")},
+        "legend": legend(drawn),
+        "facts": [*((name, str(value)) for name, value in facts.items()), ("command", results.command)],
+        "library": library(),
+    }
+    write(path, template("training.html.jinja").render(content).encode())

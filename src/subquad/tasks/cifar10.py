@@ -1,0 +1,130 @@
+"""`cifar10`: 60,000 colour images of 32 x 32 pixels in 10 classes, as 64 patches or as 1,024 single pixels.
+
+Krizhevsky, 2009, "Learning multiple layers of features from tiny images". In training an image is shifted by up to 4 pixels and
+mirrored half of the time, drawn anew each epoch from the seed. The last 1,000 training images are held out to choose by.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from subquad.errors import InputError
+from subquad.mechanisms import Config
+from subquad.models import SubquadForImageClassification
+from subquad.tasks.base import Batch, Row, Settings, Splits, TaskInfo
+from subquad.tasks.classes import Classification
+from subquad.tasks.rows import Columns, shape, stacked
+from subquad.tasks.source import damaged, hub, local, need, one_of, parsed, require_rows
+
+SIDE, SHIFT = 32, 4
+HELD_OUT = 1_000
+PATCH = {"patches": 4, "pixels": 1}
+MEAN, SPREAD = 0.47, 0.25  # of all channels, about
+
+
+class Cifar10(Classification):
+    """Name the thing in the image."""
+
+    info: ClassVar[TaskInfo] = TaskInfo(
+        name="cifar10",
+        idea="colour images of 32 x 32 in 10 classes, as 64 patches or 1,024 single pixels",
+        kind="bidirectional",
+        metric="accuracy",
+        higher_is_better=True,
+        source="uoft-cs/cifar10",
+        folder="cifar10",
+        defaults=Settings(
+            length=64, layers=4, dim=96, heads=4, batch=128, lr=2e-3, epochs=5, label_smoothing=0.1, weight_decay=0.05
+        ),
+        options={"tokens": tuple(PATCH)},
+    )
+
+    def load(self, folder: Path | None, settings: Settings) -> Splits:
+        self._require_length(settings)
+        images, labels = self.split("train", folder)
+        test_images, test_labels = self.split("test", folder)
+        require_rows(self.info, len(images), HELD_OUT + 1, "training images", "Get the data again.")
+        train = Shifted(images[:-HELD_OUT], labels[:-HELD_OUT], settings.seed)
+        valid = Columns(pixel_values=images[-HELD_OUT:], labels=labels[-HELD_OUT:])
+        return Splits(train, valid, Columns(pixel_values=test_images, labels=test_labels), scaled)
+
+    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+        patch = PATCH[self.options(settings)["tokens"]]
+        picture = {"image_size": SIDE, "patch_size": patch, "num_channels": 3, "num_labels": 10}
+        places = {"position": "learned", "max_position_embeddings": (SIDE // patch) ** 2}
+        return SubquadForImageClassification(shape(method, settings, **picture, **places))
+
+    def split(self, name: str, folder: Path | None) -> tuple[Tensor, Tensor]:
+        """Images (B, 3, 32, 32) of uint8 and labels (B,)."""
+        if folder is None:
+            [datasets] = need(f"the data of {self.info.name}", "datasets")
+            rows = hub(self.info, split=name).cast_column("img", datasets.Image(decode=False))
+            return decoded(Path(self.info.source), rows["img"], rows["label"])
+        path = one_of(self.info, local(self.info, folder), [f"{name}-00000-of-00001.parquet", f"{name}.parquet"])
+        [parquet] = need(f"the data of {self.info.name}", "pyarrow.parquet")
+        try:
+            table = parquet.read_table(path, columns=["img", "label"])
+        except Exception as error:  # pyarrow's own kinds, which are not there to name before it is installed
+            raise damaged(path, error) from error
+        return decoded(path, table.column("img").to_pylist(), table.column("label").to_pylist())
+
+    def _require_length(self, settings: Settings) -> None:
+        tokens = self.options(settings)["tokens"]
+        length = (SIDE // PATCH[tokens]) ** 2
+        if settings.length != length:
+            raise InputError(
+                f"cifar10 with tokens={tokens} has a length of {length}; got {settings.length}. Set --length {length}."
+            )
+
+
+class Shifted(Dataset[Row]):
+    """Training images, each shifted and mirrored by what is drawn for the epoch."""
+
+    def __init__(self, images: Tensor, labels: Tensor, seed: int) -> None:
+        self.images, self.labels, self.seed = F.pad(images, [SHIFT] * 4), labels, seed
+        self.epoch = -1
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        generator = torch.Generator().manual_seed(self.seed * 100_003 + epoch)
+        self.shifts = torch.randint(2 * SHIFT + 1, (len(self), 2), generator=generator).tolist()
+        self.mirrored = torch.randint(2, (len(self),), generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Row:
+        down, right = self.shifts[index]
+        image = self.images[index, :, down : down + SIDE, right : right + SIDE]
+        return {"pixel_values": image.flip(-1) if self.mirrored[index] else image, "labels": self.labels[index]}
+
+
+def scaled(rows: Any) -> Batch:
+    """A batch with numbers around 0 for bytes."""
+    batch = stacked(rows)
+    return batch | {"pixel_values": (batch["pixel_values"].float() / 255 - MEAN) / SPREAD}
+
+
+def decoded(path: Path, images: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Images as files in memory, in a tensor."""
+    [pictures, numpy] = need("the data of cifar10", "PIL.Image", "numpy")
+
+    def pixels(image: Any) -> Any:
+        found = numpy.asarray(pictures.open(io.BytesIO(image["bytes"])).convert("RGB"))
+        if found.shape != (SIDE, SIDE, 3):
+            raise ValueError(f"it has {found.shape[1]} x {found.shape[0]} pixels")
+        return found
+
+    found = numpy.stack(parsed(path, images, pixels, f"picture of {SIDE} x {SIDE}"))
+    return torch.from_numpy(found).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)

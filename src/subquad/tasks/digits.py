@@ -1,0 +1,49 @@
+"""`digits`: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, every pixel a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from subquad.mechanisms import Config
+from subquad.models import SubquadForImageClassification
+from subquad.tasks.base import Settings, Splits, TaskInfo
+from subquad.tasks.classes import Classification
+from subquad.tasks.rows import Columns, shape, shuffled, stacked
+from subquad.tasks.source import need
+
+SIDE = 8
+HELD_OUT = 180  # rows to choose by, and as many to report
+
+
+class Digits(Classification):
+    """Name the digit. The rows are shuffled by the seed, and two tenths are held out."""
+
+    info: ClassVar[TaskInfo] = TaskInfo(
+        name="digits",
+        idea="handwritten digits of 8 x 8 pixels, every pixel a token",
+        kind="bidirectional",
+        metric="accuracy",
+        higher_is_better=True,
+        source="",
+        folder="",
+        defaults=Settings(length=SIDE**2, layers=3, dim=64, heads=4, batch=64, lr=3e-3, epochs=20),
+        options={},
+    )
+
+    def load(self, folder: Path | None, settings: Settings) -> Splits:
+        [datasets] = need("the task digits", "sklearn.datasets")
+        data = datasets.load_digits()
+        images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # (1797, 1, 8, 8)
+        rows = Columns(pixel_values=images, labels=torch.tensor(data.target))
+        order = shuffled(len(rows), settings.seed)
+        valid, test, train = order[:HELD_OUT], order[HELD_OUT : 2 * HELD_OUT], order[2 * HELD_OUT :]
+        return Splits(rows.take(train), rows.take(valid), rows.take(test), stacked)
+
+    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+        picture = {"image_size": SIDE, "patch_size": 1, "num_channels": 1, "num_labels": 10}
+        places = {"position": "learned", "max_position_embeddings": SIDE**2}
+        return SubquadForImageClassification(shape(method, settings, **picture, **places))

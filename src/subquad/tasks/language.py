@@ -1,0 +1,63 @@
+"""What causal language models of a text have in common: blocks, the model, and nats a token."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from subquad.mechanisms import Config
+from subquad.models import SubquadForCausalLM
+from subquad.models.inputs import IGNORED
+from subquad.tasks.base import Row, Settings, Splits, Task
+from subquad.tasks.rows import Blocks, answers, shape, stacked
+from subquad.tasks.source import require_rows
+
+
+class LanguageModel(Task):
+    """Predict each token from those before it in a block of `settings.length`."""
+
+    def splits(self, train: Tensor, valid: Tensor, test: Tensor, settings: Settings) -> Splits:
+        """Texts of token ids (T,) in blocks."""
+        for name, text in {"training": train, "validation": valid, "test": test}.items():
+            advice = "Choose a smaller --length, or get a longer text."
+            require_rows(self.info, len(text), settings.length, f"tokens of {name} text, one block of --length", advice)
+        learned, chosen_by, reported = (Blocks(text, settings.length) for text in (train, valid, test))
+        return Splits(learned, chosen_by, reported, stacked)
+
+    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+        return SubquadForCausalLM(shape(method, settings, vocab_size=self.vocabulary))
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are: bytes, unless a task has others."""
+        return 256
+
+
+class ByteModel(LanguageModel):
+    """A language model of bytes, scored in bits per byte."""
+
+    def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
+        total, count, _ = nats(model, rows, splits, settings)
+        return {"bits_per_byte": total / count / math.log(2), "loss": total / count}
+
+
+def byte_ids(text: bytes) -> Tensor:
+    """(T,) uint8."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def nats(model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> tuple[float, int, int]:
+    """The sum of -log p over all labels, how many there are, and how many of them have the largest logit."""
+    total, count, right = 0.0, 0, 0
+    for batch, output in answers(model, rows, splits, settings):
+        labels = batch["labels"][:, 1:]
+        logits = output.logits[:, :-1].flatten(0, 1).float()
+        total += float(F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum"))
+        count += int((labels != IGNORED).sum())
+        right += int((logits.argmax(1) == labels.flatten()).sum())
+    return total, count, right

@@ -1,0 +1,106 @@
+"""`recall`: multi-query associative recall. Pairs of a key and a value, then the keys again in another order: which value?
+
+    k3 v7  k1 v2  k8 v5  ...  ~ ~  k8 ?  ~ ~  k3 ?  ~ ~ ...
+
+Arora et al., 2023, "Zoology: measuring and improving recall in efficient language models", arXiv:2312.04927. A quarter of the
+sequence are pairs, each key is asked for once, and noise stands between the questions. A state of constant size has to hold all
+pairs at once, which is where linear attention is weak.
+
+Every token is shown with the one before it, by a convolution of width 2: a value stands beside its key from the first layer on,
+so what is scored is how much a mechanism can hold, not whether two layers find out to look one token back.
+
+B rows, P pairs, N tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from subquad.errors import InputError
+from subquad.mechanisms import Config
+from subquad.models import SubquadConfig, SubquadForCausalLM
+from subquad.models.inputs import IGNORED
+from subquad.tasks.base import Row, Settings, Splits, Task, TaskInfo
+from subquad.tasks.language import nats
+from subquad.tasks.rows import Columns, shape, stacked
+
+KEYS = VALUES = 256  # tokens below KEYS are keys, then come values, then noise
+NOISE = KEYS + VALUES
+TRAIN, HELD_OUT = 40_000, 1_000  # rows
+LEAST = 16  # tokens: two pairs, and room to ask
+
+
+class Recall(Task):
+    """Say the value of each key that comes again; loss and accuracy at those tokens only."""
+
+    info: ClassVar[TaskInfo] = TaskInfo(
+        name="recall",
+        idea="multi-query associative recall: pairs of keys and values, then keys again",
+        kind="causal",
+        metric="accuracy",
+        higher_is_better=True,
+        source="",
+        folder="",
+        defaults=Settings(length=64, layers=2, dim=64, heads=2, batch=32, lr=3e-3, steps=1_500),
+        options={},
+    )
+
+    def load(self, folder: Path | None, settings: Settings) -> Splits:
+        length = settings.length
+        if length < LEAST or length % 8:
+            raise InputError(f"recall has pairs in a quarter of its length, a multiple of 8 of at least {LEAST}; got {length}.")
+        if length // 8 > KEYS:
+            raise InputError(
+                f"recall has {KEYS} keys, enough for a length of {8 * KEYS}; got {length}. Choose a smaller --length."
+            )
+        generator = torch.Generator().manual_seed(settings.seed)
+        valid, test, train = (drawn(count, length, generator) for count in (HELD_OUT, HELD_OUT, TRAIN))
+        return Splits(train, valid, test, stacked)
+
+    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+        return SubquadForRecall(shape(method, settings, vocab_size=NOISE + 1))
+
+    def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
+        total, count, right = nats(model, rows, splits, settings)
+        return {"accuracy": right / count, "loss": total / count}
+
+
+class SubquadForRecall(SubquadForCausalLM):
+    """A causal model that reads each token together with the one before: x_t + W x_(t-1)."""
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        self.before = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **given: Any) -> CausalLMOutputWithPast:
+        x = self.get_input_embeddings()(input_ids)
+        return super().forward(
+            inputs_embeds=x + F.pad(self.before(x)[:, :-1], (0, 0, 1, 0)), labels=labels, use_cache=False, **given
+        )
+
+
+def drawn(count: int, length: int, generator: torch.Generator) -> Columns:
+    """`count` rows; the label behind each question is the value, all others are ignored."""
+    pairs = length // 8
+    keys = _choose(count, KEYS, pairs, generator)
+    values = torch.randint(KEYS, KEYS + VALUES, (count, pairs), generator=generator)
+    ids = torch.full((count, length), NOISE)
+    ids[:, : 2 * pairs : 2], ids[:, 1 : 2 * pairs : 2] = keys, values
+    asked = 2 * pairs + 2 * _choose(count, (length - 2 * pairs) // 2, pairs, generator)  # places, even: an answer fits behind
+    ids.scatter_(1, asked, keys)
+    labels = torch.full_like(ids, IGNORED).scatter_(1, asked + 1, values)
+    return Columns(input_ids=ids, labels=labels)
+
+
+def _choose(count: int, below: int, chosen: int, generator: torch.Generator) -> Tensor:
+    """(count, chosen): in each row different numbers below `below`, in a random order."""
+    return torch.rand(count, below, generator=generator).argsort(1)[:, :chosen]

@@ -1,0 +1,90 @@
+"""`wikitext2`: two million words of Wikipedia, the next from those before it; perplexity per word.
+
+Merity et al., 2017, "Pointer sentinel mixture models", arXiv:1609.07843. Every line ends in a word of its own, and rare words
+are `<unk>` in the data. With the option `tokens=bpe` words are written in 4,000 pieces; perplexity is exp(nats / words) all the
+same, so that figures with `bpe` and `word` compare.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from subquad.models.inputs import IGNORED
+from subquad.tasks.base import Row, Settings, Splits, TaskInfo
+from subquad.tasks.language import LanguageModel, nats
+from subquad.tasks.source import hub, lines, local, one_of
+from subquad.tasks.tokens import FIRST, bpe
+
+END, UNKNOWN = "<eos>", "<unk>"
+PIECES = 4_000
+HUB = {"train": "train", "valid": "validation", "test": "test"}
+
+
+class WikiText2(LanguageModel):
+    """Perplexity per word of WikiText-2."""
+
+    info: ClassVar[TaskInfo] = TaskInfo(
+        name="wikitext2",
+        idea="Wikipedia articles, language modelling over words or their pieces",
+        kind="causal",
+        metric="perplexity",
+        higher_is_better=False,
+        source="Salesforce/wikitext, wikitext-2-v1",
+        folder="wikitext2",
+        defaults=Settings(length=128, layers=4, dim=128, heads=4, batch=16, lr=3e-3, steps=1_200, dropout=0.1),
+        options={"tokens": ("bpe", "word")},
+    )
+
+    def load(self, folder: Path | None, settings: Settings) -> Splits:
+        texts = [self.split(name, folder) for name in HUB]
+        if self.options(settings)["tokens"] == "bpe":
+            ids, tokens = _pieces(texts)
+        else:
+            ids, tokens = _words(texts)
+        self.begins = torch.tensor([token in (END, UNKNOWN) or token.startswith(FIRST) for token in tokens])
+        train, valid, test = ids
+        return self.splits(train, valid, test, settings)
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.begins)
+
+    def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
+        total, count, _ = nats(model, rows, splits, settings)
+        return {"perplexity": math.exp(total / self.words(rows)), "loss": total / count}
+
+    def words(self, rows: Dataset[Row]) -> int:
+        """How many words the labels of `rows` begin."""
+        labels = torch.cat([rows[i]["labels"] for i in range(len(rows))])  # type: ignore[arg-type]
+        return int(self.begins[labels[labels != IGNORED]].sum())
+
+    def split(self, name: str, folder: Path | None) -> list[str]:
+        """The lines of a part."""
+        if folder is None:
+            return [line.removesuffix("\n") for line in hub(self.info, split=HUB[name])["text"]]
+        return lines(one_of(self.info, local(self.info, folder), [f"{name}.txt.xz", f"{name}.txt", f"wiki.{name}.tokens"]))
+
+
+def _words(texts: list[list[str]]) -> tuple[list[Tensor], list[str]]:
+    """Ids of each text, and the tokens: every word of the first text."""
+    split = [[word for line in text for word in (*line.split(), END)] for text in texts]
+    known = [UNKNOWN, END, *sorted(set(split[0]) - {UNKNOWN, END})]
+    ids = {word: i for i, word in enumerate(known)}
+    return [torch.tensor([ids.get(word, 0) for word in words]) for words in split], [FIRST + word for word in known]
+
+
+def _pieces(texts: list[list[str]]) -> tuple[list[Tensor], list[str]]:
+    """Ids of each text, and the tokens: pieces learned from the first text."""
+    tokenizer = bpe(texts[0], PIECES, [UNKNOWN, END])
+    end = tokenizer.token_to_id(END)
+    written = [tokenizer.encode_batch_fast(text) for text in texts]
+    ids = [torch.tensor([i for line in text for i in (*line.ids, end)]) for text in written]
+    tokens = tokenizer.get_vocab()
+    return ids, sorted(tokens, key=tokens.__getitem__)

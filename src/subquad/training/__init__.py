@@ -1,0 +1,25 @@
+"""The training run: one task, the same model and data, any number of mechanisms, one table.
+
+A run is a folder, which can be stopped at any moment and gone on from:
+
+    OUT/results.json          the table and the curves: see `results`
+    OUT/METHOD/best           the best model by the task's metric on its validation rows; `from_pretrained` reads it
+    OUT/METHOD/checkpoint-N   to go on from
+    OUT/METHOD/log.txt        what libraries said
+"""
+
+try:
+    import accelerate  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    from subquad.errors import MissingExtraError
+
+    raise MissingExtraError(
+        f"training is built on Hugging Face's Trainer and accelerate; {error.name} is not installed. "
+        "Install the extra: pip install 'subquad[train]'"
+    ) from error
+
+from subquad.training.results import Record, Results, load
+from subquad.training.sitting import Progress, train
+
+__all__ = ["Progress", "Record", "Results", "load", "train"]

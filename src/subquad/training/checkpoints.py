@@ -1,0 +1,126 @@
+"""Folders that are never half written: checkpoints to go on from, and the best model so far.
+
+A folder is filled under another name, brought to the disk, and renamed. What it replaces goes only after that.
+
+    OUT/METHOD/checkpoint-120   the newest, to go on from
+    OUT/METHOD/best             the best model, as `save_pretrained` writes it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from subquad.errors import SubquadError
+
+PREFIX = "checkpoint-"
+BEST = "best"
+LOG = "log.txt"  # what the process and its libraries say
+STAGE = ".writing"
+_OLD = ".old"
+
+
+class SaveError(SubquadError, OSError):
+    """A model or checkpoint that could not be written."""
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint below `folder`."""
+    found = [path for path in folder.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdigit()]
+    return max(found, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name[len(PREFIX) :])
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a kill left unfinished, and finish an exchange that it cut in two."""
+    shutil.rmtree(folder / STAGE, ignore_errors=True)
+    best, old = folder / BEST, folder / _OLD
+    if old.exists() and not best.exists():
+        os.rename(old, best)
+    shutil.rmtree(old, ignore_errors=True)
+    newest = latest(folder)
+    if newest is not None:
+        _remove_older(newest)
+
+
+def clear(folder: Path) -> None:
+    """Remove all that a run leaves in `folder`, and the folder if nothing else is in it."""
+    for path in [*folder.glob(f"{PREFIX}*"), folder / BEST, folder / STAGE, folder / _OLD]:
+        shutil.rmtree(path, ignore_errors=True)
+    (folder / LOG).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def write(
+    target: Path, fill: Callable[[Path], object], is_writer: bool = True, together: Callable[[], None] = lambda: None
+) -> None:
+    """Let `fill` write into a folder that then stands at `target`, in the place of whatever stood there.
+
+    Every process fills, `together` waits for all of them, and the one that `is_writer` renames.
+    """
+    unfinished = target.parent / STAGE / target.name
+    try:
+        if is_writer:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        together()
+        fill(unfinished)
+        together()
+        if is_writer:
+            _sync(unfinished)
+            _exchange(unfinished, target)
+    except Exception as error:  # writers of tensors make errors of their own of what the disk says
+        if is_writer:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise SaveError(_said(error, target)) from error
+    if is_writer and target.name.startswith(PREFIX):
+        _remove_older(target)
+
+
+def _exchange(unfinished: Path, target: Path) -> None:
+    old = target.parent / _OLD
+    if target.exists():
+        os.rename(target, old)
+    os.rename(unfinished, target)
+    _sync_entry(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_older(newest: Path) -> None:
+    for path in newest.parent.glob(f"{PREFIX}*"):
+        if path != newest:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync_entry(path)
+
+
+def _sync_entry(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _said(error: Exception, target: Path) -> str:
+    newest = latest(target.parent)
+    kept = "there is no checkpoint yet" if newest is None else f"the checkpoint of step {step_of(newest)} is whole"
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"{target} could not be written: {reason} ({_free(target.parent)}). Nothing else was lost: {kept}. "
+        "Make room, then run the same command with --resume."
+    )
+
+
+def _free(folder: Path) -> str:
+    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there"

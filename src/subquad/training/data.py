@@ -1,0 +1,111 @@
+"""Batches by step: which rows a step reads follows from the seed and the step alone, however often a run was stopped.
+
+The training rows come epoch after epoch, each in an order of its own, as one stream, cut into batches of one size: an epoch may
+end inside a batch. Rows that have lengths share a batch with others of like lengths, so that few pads are computed. Every
+process takes its part of each batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from subquad.tasks.base import Batch, Row, Splits
+
+Place = tuple[int, int]  # epoch, row
+_POOL = 100  # batches that are cut from rows in the order of their lengths
+
+
+class Batches:
+    """For a DataLoader: the places of one process's part of each of `steps` batches."""
+
+    def __init__(
+        self,
+        rows: int,
+        batch: int,
+        steps: int,
+        seed: int,
+        process: int = 0,
+        processes: int = 1,
+        lengths: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
+        self.rows, self.batch, self.steps, self.seed, self.lengths = rows, batch, steps, seed, lengths
+        part = batch // processes
+        self.part = slice(process * part, (process + 1) * part)
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[Place]]:
+        stream = self._stream()
+        for _ in range(self.steps):
+            yield [next(stream) for _ in range(self.batch)][self.part]
+
+    def _stream(self) -> Iterator[Place]:
+        epoch = 0
+        while True:
+            generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
+            order = torch.randperm(self.rows, generator=generator).tolist()
+            if self.lengths is not None:
+                order = self._grouped(order, self.lengths, -epoch * self.rows % self.batch, generator)
+            yield from ((epoch, row) for row in order)
+            epoch += 1
+
+    def _grouped(
+        self, order: list[int], lengths: Sequence[tuple[int, ...]], missing: int, generator: torch.Generator
+    ) -> list[int]:
+        """First rows of any length, `missing` in the batch that the epoch before has begun; then batches of like lengths.
+
+        These are cut from pools of the shuffled epoch, each sorted, and then shuffled. What is left begins a batch.
+        """
+        first, size = min(missing, self.rows), self.batch
+        end = self.rows - (self.rows - first) % size
+        pools = (order[i : min(i + _POOL * size, end)] for i in range(first, end, _POOL * size))
+        ranked = [row for pool in pools for row in sorted(pool, key=lengths.__getitem__)]
+        starts = size * torch.randperm((end - first) // size, generator=generator)
+        return [*order[:first], *(row for i in starts.tolist() for row in ranked[i : i + size]), *order[end:]]
+
+
+class _Rows(Dataset[Row]):
+    """The training rows by place; those that are drawn anew each epoch are told which one it is."""
+
+    def __init__(self, rows: Dataset[Row]) -> None:
+        self.rows, self.epoch = rows, -1
+
+    def __len__(self) -> int:
+        return length(self.rows)
+
+    def __getitem__(self, place: Place) -> Row:
+        epoch, row = place
+        set_epoch: Callable[[int], object] | None = getattr(self.rows, "set_epoch", None)
+        if set_epoch is not None and epoch != self.epoch:
+            set_epoch(epoch)
+            self.epoch = epoch
+        return self.rows[row]
+
+
+def loader(splits: Splits, batches: Batches) -> DataLoader[Row]:
+    collate: Callable[[Sequence[Row]], Batch] = splits.collate
+    return DataLoader(_Rows(splits.train), batch_sampler=batches, collate_fn=collate)
+
+
+def spread(rows: Dataset[Row], count: int) -> Dataset[Row]:
+    """`count` of the rows at most, evenly spread over all of them."""
+    there = length(rows)
+    return rows if count >= there else Subset(rows, [i * there // count for i in range(count)])
+
+
+def length(rows: Dataset[Any]) -> int:
+    return len(rows)  # type: ignore[arg-type]
+
+
+def mixed(*numbers: int) -> int:
+    """One seed from several numbers: nearby ones give unrelated seeds."""
+    seed = 0x9E3779B97F4A7C15
+    for number in numbers:
+        seed = (seed ^ (number + 0x632BE59BD9B4E019)) * 0xD6E8FEB86659FD93 % 2**64
+        seed ^= seed >> 32
+    return seed % 2**63

@@ -1,0 +1,135 @@
+"""One method from its first step, or from its last checkpoint, to its test score, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from subquad.errors import SubquadError
+from subquad.tasks.base import Splits, Task
+from subquad.tasks.rows import lengths_of
+from subquad.training import checkpoints
+from subquad.training.data import Batches, length
+from subquad.training.memory import Peak
+from subquad.training.plan import Plan, data_folder, options_of, steps_of
+from subquad.training.results import Record
+from subquad.training.trainer import DivergedError, Job, MethodTrainer, scored
+
+
+class LostError(SubquadError):
+    """Another process of the run has ended, or cannot be reached."""
+
+
+def processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def process() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def read_data(plan: Plan, task: Task) -> Splits:
+    with deterministic(plan.threads):
+        torch.manual_seed(plan.settings.seed)
+        return task.load(data_folder(plan.data), plan.settings)
+
+
+def run(job: Job) -> Record:
+    """Do it, going on from a checkpoint in its folder if there is one; the record tells how it ended.
+
+    Disk errors and lost processes are raised: they concern all methods.
+    """
+    name, options = job.config.info.name, options_of(job.config)
+    record = Record(name, options, "running", processes=processes(), threads=job.plan.threads)
+    try:
+        with deterministic(job.plan.threads), quiet():
+            _run(job, record)
+    except DivergedError as error:
+        record.status, record.why = "diverged", str(error)
+    except checkpoints.SaveError as error:
+        record.status, record.why = "failed", str(error)
+        raise
+    except SubquadError as error:
+        record.status, record.why = "refused", str(error)
+    except Exception as error:
+        said = "out of memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        record.status, record.why = "failed", said
+        if record.processes > 1:
+            raise LostError(
+                f"process {process()} of {record.processes} cannot go on with {record.method}, step {record.step}: {said}. "
+                "Most likely another process has ended. Start all of them again with --resume."
+            ) from error
+    finally:
+        with contextlib.suppress(Exception):  # what is to be told must not hide what happened
+            job.tell(record)
+    return record
+
+
+def _run(job: Job, record: Record) -> None:
+    plan, task, splits, folder = job.plan, job.task, job.splits, job.folder
+    settings, begun = plan.settings, time.monotonic()
+    is_first = process() == 0
+    if is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoints.tidy(folder)
+    record.steps = steps_of(settings, length(splits.train))
+    peak = Peak(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.manual_seed(settings.seed)
+    model = task.model(job.config, settings)
+    record.parameters = sum(p.numel() for p in model.parameters())
+    job.tell(record)
+    rows, share = length(splits.train), (process(), record.processes)
+    batches = Batches(rows, settings.batch, record.steps, settings.seed, *share, lengths_of(splits.train))
+    trainer = MethodTrainer(job, model, record, batches, peak)
+    trainer.accelerator.wait_for_everyone()  # until the first has tidied up
+    newest = checkpoints.latest(folder)
+    trainer.require_same(newest)
+    if newest is not None:
+        trainer.remember(newest)
+    trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+    if trainer.state.global_step < record.steps:
+        record.status = "stopped"
+        return
+    if not is_first:
+        return
+    best: Any = type(model).from_pretrained(folder / checkpoints.BEST).to(model.device)
+    with peak.paused():
+        record.test = scored(best, job, splits.test)
+    record.seconds = trainer.before + time.monotonic() - begun
+    record.status = "done"
+
+
+@contextlib.contextmanager
+def deterministic(threads: int) -> Iterator[None]:
+    """So many threads, and the algorithms that give the same bits each time, where there are such."""
+    threads_before, was_on = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = False  # it takes time
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads_before)
+        torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
+        memory.fill_uninitialized_memory = filled
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the libraries' own progress bars."""
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()

@@ -1,0 +1,238 @@
+"""`train`: all methods of a run, one after the other, and the folder that they are kept in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subquad.bench.machine import describe
+from subquad.bench.results import ResultsError, Setting, alone
+from subquad.errors import SubquadError
+from subquad.mechanisms import Config
+from subquad.tasks.base import Settings, Task
+from subquad.training import checkpoints
+from subquad.training.child import run_apart
+from subquad.training.plan import Plan, Precision, check, chosen, differences, options_of, place
+from subquad.training.results import FILE, UNFINISHED, Record, Results, load, save
+from subquad.training.run import LostError, process, processes, read_data, run
+from subquad.training.stop import Stop
+from subquad.training.trainer import Job
+
+Tell = Callable[[Record], None]
+Work = Callable[[Config, Path, Tell], Record]
+_PATIENCE = timedelta(hours=1)  # of processes that wait while the first one scores
+_PAUSE = 1.0  # seconds between two writings of results that only move on
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: the record of the method at work, the share of all methods that is done, and seconds left for all."""
+
+    record: Record
+    share: float
+    left: float | None
+
+
+def train(
+    task: Task,
+    methods: Sequence[str | Config],
+    settings: Settings | None = None,
+    out: Path = Path("subquad-train"),
+    *,
+    precision: Precision = "fp32",
+    checkpointing: bool = False,
+    eval_every: int | None = None,
+    save_every: int | None = None,
+    eval_rows: int | None = None,
+    threads: int | None = None,
+    data: str | None = None,
+    resume: bool = False,
+    fresh: bool = False,
+    is_apart: bool = True,
+    watch: Callable[[Progress], None] = lambda progress: None,
+) -> Results:
+    """Train `methods` on `task`, and return their records; `["all"]` are all that can do it.
+
+    Args:
+        settings: by default the task's own.
+        out: the run's folder. Finished methods in it, of the same settings, are kept and not trained again.
+        precision: "fp32", or "bf16" for autocast.
+        checkpointing: recompute blocks in the backward pass rather than keep what is inside them.
+        eval_every, save_every: steps; by default a fifth and a tenth of all.
+        eval_rows: validation rows of an evaluation; by default so many that evaluations take about a twentieth of the run.
+        data: folder with local copies of data; by default what SUBQUAD_DATA names, or the public source.
+        resume: go on with what is unfinished in `out`.
+        fresh: start over, and remove what `out` holds.
+        is_apart: a process for each method. Under `torchrun` or `accelerate launch` it is never so: the processes that those
+            start have to do the work themselves.
+        watch: told after every so many steps.
+
+    KeyboardInterrupt is raised after Ctrl-C or SIGTERM, when the checkpoint is written.
+    """
+    plan = Plan(
+        task=place(task), settings=settings or task.info.defaults, precision=precision, checkpointing=checkpointing,
+        eval_every=eval_every, save_every=save_every, eval_rows=eval_rows, threads=threads or torch.get_num_threads(),
+        data=data,
+    )  # fmt: skip
+    check(plan, task, processes())
+    configs, refused = chosen(task, methods, plan.settings)
+    if processes() > 1:
+        return _shared(plan, task, configs, refused, out, resume, fresh, watch)
+    with alone(out, "training") as lock, Stop() as stop:
+        results = _begin(plan, task, configs, refused, out, resume, fresh)
+        sitting = _Sitting(results, configs, out, watch, is_writer=True)
+        work = _apart(plan, stop, lock) if is_apart else _here(plan, task, stop)
+        for config in sitting.due():
+            sitting.do(work, config)
+            if stop.is_asked:
+                raise KeyboardInterrupt
+    return results
+
+
+def _apart(plan: Plan, stop: Stop, lock: int | None) -> Work:
+    return lambda config, folder, tell: run_apart(plan, config, folder, tell, stop, lock)
+
+
+def _here(plan: Plan, task: Task, stop: Stop) -> Work:
+    splits = read_data(plan, task)
+    return lambda config, folder, tell: run(Job(plan, task, splits, config, folder, tell, lambda: stop.is_asked))
+
+
+def _shared(
+    plan: Plan, task: Task, configs: dict[str, Config], refused: dict[str, str], out: Path, resume: bool, fresh: bool,
+    watch: Callable[[Progress], None],
+) -> Results:  # fmt: skip
+    """One of several processes that do the same; the first writes, and decides whether there is anything to do."""
+    from accelerate import PartialState
+
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
+    lost = False
+    try:
+        with Stop() as stop:
+            results = _agreed(lambda: _begin(plan, task, configs, refused, out, resume, fresh))
+            sitting = _Sitting(results, configs, out, watch, is_writer=process() == 0)
+            work = _here(plan, task, stop)
+            for config in sitting.due():
+                sitting.do(work, config)
+                if sitting.is_stopped:
+                    raise KeyboardInterrupt
+            return results
+    except LostError:
+        lost = True
+        raise
+    finally:
+        if not lost:  # those who are gone cannot be said goodbye to
+            state.destroy_process_group()
+
+
+def _agreed(decide: Callable[[], Results]) -> Results:
+    """What the first process decides, in all of them; or its refusal."""
+    said: list[Any] = [None]
+    if process() == 0:
+        try:
+            said = [decide()]
+        except SubquadError as error:
+            said = [error]
+    torch.distributed.broadcast_object_list(said, 0)
+    if isinstance(said[0], SubquadError):
+        raise said[0]
+    results: Results = said[0]
+    return results
+
+
+def _begin(
+    plan: Plan, task: Task, configs: dict[str, Config], refused: dict[str, str], out: Path, resume: bool, fresh: bool
+) -> Results:
+    """The results in `out` with a record for each method, or new ones; what does not fit is refused."""
+    info, path = task.info, out / FILE
+    about = {"name": info.name, "idea": info.idea, "kind": info.kind, "metric": info.metric, "source": info.source}
+    results = Results({**about, "higher_is_better": info.higher_is_better}, plan.identity(), describe(Setting()))
+    if path.exists() and fresh:
+        _remove(out)
+    elif path.exists():
+        results = load(path)
+        _compare(results, plan, configs, out, resume)
+    for name, config in configs.items():
+        if results.record(name) is None:
+            checkpoints.clear(out / name)  # what belongs to no record must not be gone on from
+            results.put(Record(name, options_of(config)))
+    for name, why in refused.items():
+        results.put(Record(name, status="refused", why=why))
+    results.command = shlex.join(["subquad", *sys.argv[1:]])
+    save(results, path)
+    return results
+
+
+def _compare(results: Results, plan: Plan, configs: dict[str, Config], out: Path, resume: bool) -> None:
+    differ = differences(results.settings, plan.identity())
+    known = [(results.record(name), config) for name, config in configs.items()]
+    for record, config in known:
+        if record is not None:
+            differ += [f"{record.method}, {d}" for d in differences(record.options, options_of(config))]
+    if differ:
+        raise ResultsError(
+            f"the run in {out} has other settings ({'; '.join(differ)}). Choose another --out, or start over with --fresh."
+        )
+    unfinished = [record.method for record, _ in known if record is not None and record.status in UNFINISHED]
+    if unfinished and not resume:
+        raise ResultsError(
+            f"the run in {out} is not finished: {', '.join(unfinished)}. Go on with --resume, or start over with --fresh."
+        )
+
+
+def _remove(out: Path) -> None:
+    """What a run of ours has left in `out`, and nothing else."""
+    with contextlib.suppress(ResultsError):  # of results that cannot be read the methods are not known
+        for record in load(out / FILE).records:
+            checkpoints.clear(out / record.method)
+    os.unlink(out / FILE)
+
+
+class _Sitting:
+    """Passes on what methods tell: to the file, and to who watches."""
+
+    def __init__(
+        self, results: Results, configs: dict[str, Config], out: Path, watch: Callable[[Progress], None], is_writer: bool
+    ) -> None:
+        self.results, self.configs, self.path, self.watch, self.is_writer = results, configs, out / FILE, watch, is_writer
+        self.is_stopped = False
+        self._told, self._written = ("", "", 0), 0.0
+        self._begun: tuple[float, float] | None = None  # when the first steps were made, and the share done by then
+
+    def due(self) -> list[Config]:
+        waiting = (*UNFINISHED, "waiting")
+        records = [self.results.record(name) for name in self.configs]
+        return [self.configs[r.method] for r in records if r is not None and r.status in waiting]
+
+    def do(self, work: Work, config: Config) -> None:
+        record = work(config, self.path.parent / config.info.name, self._tell)
+        self.is_stopped = record.status == "stopped"
+
+    def _tell(self, record: Record) -> None:
+        self.results.put(record)
+        told = (record.method, record.status, len(record.evals))
+        if self.is_writer and (told != self._told or time.monotonic() > self._written + _PAUSE):
+            save(self.results, self.path)
+            self._told, self._written = told, time.monotonic()
+        self.watch(self._progress(record))
+
+    def _progress(self, record: Record) -> Progress:
+        open_ones = (*UNFINISHED, "waiting")
+        records = [r for r in map(self.results.record, self.configs) if r is not None]
+        parts = [r.step / (r.steps or 1) if r.status in open_ones else 1.0 for r in records]
+        share = sum(parts) / len(parts)
+        if self._begun is None and record.step:
+            self._begun = time.monotonic(), share
+        since, before = self._begun or (0.0, share)
+        left = (time.monotonic() - since) * (1 - share) / (share - before) if share > before else None
+        return Progress(record, share, left)

@@ -1,0 +1,128 @@
+"""`subquad train`, from the command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+import subquad as sq
+from subquad.bench.results import alone
+from subquad.cli import app
+from subquad.cli_train import _methods, _sparkline
+from subquad.tasks import TASKS
+from subquad.training import load, train
+from tests.training.weights import equal, last
+
+SIZES = {"layers": 1, "dim": 16, "heads": 2, "batch": 16, "steps": 120, "dropout": 0.1}
+
+
+def command(out, *more):
+    sizes = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
+    line = [sys.executable, "-m", "subquad", "train", "digits", "--method", "linear", *sizes]
+    line += ["--save-every", "10", "--threads", "1", "--out", str(out), *more]
+    return subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def until_saved(process, out, step):
+    """Wait for the checkpoint of that step, or of a later one."""
+    while process.poll() is None:
+        steps = [int(path.name.split("-")[1]) for path in (out / "linear").glob("checkpoint-*")]
+        if max(steps, default=0) >= step:
+            return
+        time.sleep(0.01)
+
+
+def test_a_run_survives_ctrl_c_and_kill_and_ends_with_the_same_bits(tmp_path):
+    out = tmp_path / "run"
+    first = command(out)
+    until_saved(first, out, 10)
+    first.send_signal(signal.SIGINT)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 130
+    assert "the same command with --resume goes on" in " ".join(said.split())
+    stopped = load(out / "results.json").records[0]
+    assert (stopped.status, 10 <= stopped.step < 120) == ("stopped", True)
+
+    second = command(out, "--resume")
+    until_saved(second, out, stopped.step + 10)
+    second.kill()
+    second.communicate()
+    assert second.returncode == -9
+    while True:  # the process that trains sees that it is alone, and ends
+        try:
+            with alone(out):
+                break
+        except sq.SubquadError:
+            time.sleep(0.05)
+    assert load(out / "results.json").records[0].status == "running"
+
+    settings = replace(TASKS["digits"].info.defaults, epochs=None, **SIZES)
+    train(TASKS["digits"](), ["linear"], settings, out, threads=1, resume=True, is_apart=False)
+    train(TASKS["digits"](), ["linear"], settings, tmp_path / "whole", threads=1, is_apart=False)
+    assert equal(last(out / "linear"), last(tmp_path / "whole" / "linear"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["digit", "--method", "linear"], "no task is called 'digit'; did you mean 'digits'? Tasks: digits,"),
+        (["digits"], "a run needs at least one method"),
+        (["digits", "--method", "linear", "--steps", "3", "--epochs", "1"], "one of the two; got steps=3 and epochs=1.0"),
+        (["digits", "--method", "lin"], "no method is called 'lin'"),
+        (["digits", "--method", "linear", "--option", "a"], "Write it as --option tokens=pixels"),
+        (["digits", "--method", "linear", "--option", "a=b"], "digits has no option 'a'"),
+        (["digits", "--method", "all", "--method-option", "features=3"], "go with methods by name"),
+        (["digits", "--method", "linear,local", "--method-option", "window=3"], "method.name=value"),
+        (["digits", "--method", "local", "--method-option", "widow=3"], "widow"),
+        (["recall", "--method", "nystrom"], "nystrom cannot do this"),
+    ],
+)
+def test_bad_input_is_refused(line, said, tmp_path):
+    result = CliRunner().invoke(app, ["train", *line, "--out", str(tmp_path / "run")])
+    assert isinstance(result.exception, sq.SubquadError)
+    assert said in str(result.exception)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tasks_are_listed():
+    printed = CliRunner().invoke(app, ["train"]).stdout
+    assert all(name in printed for name in TASKS)
+
+
+def test_options_go_to_their_method():
+    assert _methods("performer, local", ["performer.features=32"]) == [sq.Performer(features=32), "local"]
+    assert _methods("local", ["window=3", "local.dilation=2"]) == [sq.Local(window=3, dilation=2)]
+    assert _methods("all", []) == ["all"]
+
+
+def test_a_curve_in_a_few_characters():
+    assert _sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
+    assert _sparkline([1.0]) == "▁"
+    assert len(_sparkline(list(range(100)), 12)) == 12
+
+
+def test_a_diverged_method_is_a_row_with_a_reason_and_an_exit_code(tmp_path):
+    line = ["train", "digits", "--method", "linear", "--lr", "1e4", "--steps", "60", "--warmup", "0", "--batch", "4"]
+    result = CliRunner().invoke(
+        app, [*line, "--layers", "1", "--dim", "8", "--heads", "2", "--threads", "1", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 1, result.output
+    assert "diverged" in result.stdout
+    assert (tmp_path / "report.html").exists()
+    assert "lower --lr than 10000" in " ".join(result.stdout.split())
+    assert json.loads((tmp_path / "results.json").read_text())["records"][0]["status"] == "diverged"
+
+
+def test_a_missing_extra_says_how_to_get_it():
+    code = "import sys; sys.modules['accelerate'] = None; from subquad.cli import main; sys.argv = ['subquad', 'train', 'digits']; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install 'subquad[train]'" in " ".join(done.stderr.split())

@@ -1,0 +1,274 @@
+"""Whatever ends a run: the last checkpoint is whole, the message says what to do, and going on gives the same bits."""
+
+import json
+import os
+import re
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+import subquad as sq
+from subquad.training import checkpoints, load, train
+from tests.training.fake import SETTINGS, Fake, FakeText
+from tests.training.weights import equal, last, stop_after, weights
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_makes_a_checkpoint_and_going_on_gives_the_same_bits(run, tmp_path, number):
+    whole = run(out=tmp_path / "whole", eval_every=5, save_every=100)
+    with pytest.raises(KeyboardInterrupt):
+        run(eval_every=5, save_every=100, watch=stop_after(6, number))
+    stopped = load(tmp_path / "run" / "results.json").records[0]
+    assert (stopped.status, stopped.step) == ("stopped", 7)
+    assert checkpoints.latest(tmp_path / "run" / "linear").name == "checkpoint-7"
+    with pytest.raises(sq.SubquadError, match=r"not finished: linear\. Go on with --resume, or start over with --fresh"):
+        run(eval_every=5)
+    again = run(eval_every=5, save_every=100, resume=True)
+    assert equal(last(tmp_path / "run" / "linear"), last(tmp_path / "whole" / "linear"))
+    assert equal(weights(tmp_path / "run" / "linear" / "best"), weights(tmp_path / "whole" / "linear" / "best"))
+    for name in ("losses", "evals", "best_step", "test", "status", "step"):
+        assert getattr(again.records[0], name) == getattr(whole.records[0], name), name
+
+
+def test_the_handlers_of_signals_are_put_back(run):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    run(settings=replace(SETTINGS, steps=1))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_stop_between_methods_leaves_the_others_waiting(run, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run("linear", "softmax", watch=stop_after(12))
+    assert [r.status for r in load(tmp_path / "run" / "results.json").records] == ["done", "waiting"]
+    assert [r.status for r in run("linear", "softmax").records] == ["done", "done"]
+
+
+def test_starting_over_removes_the_run_and_nothing_else(run, tmp_path):
+    run("linear", "softmax")
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    results = run("linear", settings=replace(SETTINGS, lr=0.02), fresh=True)
+    assert [r.method for r in results.records] == ["linear"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "results.json", "linear", "mine.txt"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"settings": replace(SETTINGS, lr=0.02, seed=4)}, r"lr: 0\.01 there, 0\.02 here; seed: 3 there, 4 here"),
+        ({"settings": replace(SETTINGS, options=(("kind", "b"),))}, r"options: \{\} there, \{'kind': 'b'\} here"),
+        ({"precision": "bf16"}, "precision: 'fp32' there, 'bf16' here"),
+        ({"checkpointing": True, "resume": True}, "checkpointing: False there, True here"),
+    ],
+)
+def test_a_folder_of_other_settings_is_refused_with_the_differences(run, given, said):
+    run()
+    with pytest.raises(sq.SubquadError, match=rf"other settings \({said}\)\. Choose another --out, or start over with --fresh"):
+        run(**given)
+
+
+def test_a_method_with_other_options_is_refused(run):
+    run(sq.Local(window=2))
+    with pytest.raises(sq.SubquadError, match="local, window: 2 there, 3 here"):
+        run(sq.Local(window=3))
+
+
+def test_results_that_are_not_whole_are_refused(run, tmp_path):
+    run()
+    path = tmp_path / "run" / "results.json"
+    text = path.read_text()
+    for content, said in ((text[:50], "not whole JSON"), ("{}", "must have schema 'subquad.train'")):
+        path.write_text(content)
+        with pytest.raises(sq.SubquadError, match=said):
+            run()
+    saved = json.loads(text)
+    del saved["records"]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(sq.SubquadError, match="lacks what results of this version have"):
+        run()
+
+
+def test_checkpoints_without_results_are_not_gone_on_from(run, tmp_path):
+    run(out=tmp_path / "whole", settings=replace(SETTINGS, lr=0.02))
+    run()
+    path = tmp_path / "run" / "results.json"
+    path.write_text("{")
+    run(settings=replace(SETTINGS, lr=0.02), fresh=True)
+    assert equal(last(tmp_path / "run" / "linear"), last(tmp_path / "whole" / "linear"))
+    path.unlink()
+    assert run(settings=replace(SETTINGS, steps=3)).records[0].step == 3
+
+
+def test_two_runs_do_not_share_a_folder(run):
+    def watch(progress):
+        with pytest.raises(sq.SubquadError, match="another training is writing to"):
+            run()
+
+    run(settings=replace(SETTINGS, steps=1), watch=watch)
+
+
+def test_a_loss_that_is_no_number_stops_the_method_and_keeps_the_last_good_checkpoint(run, tmp_path):
+    class Poisoned(Fake):
+        def model(self, method, settings):
+            model, steps = super().model(method, settings), iter(range(100))
+            model.classifier.register_forward_hook(
+                lambda module, _, logits: logits * float("nan") if module.training and next(steps) == 7 else logits
+            )
+            return model
+
+    results = run("linear", task=Poisoned(), save_every=3)
+    record = results.records[0]
+    assert record.status == "diverged"
+    assert re.search(r"the loss is nan at step 8, with a learning rate of 0\.00\d+", record.why)
+    assert "lower --lr than 0.01" in record.why
+    newest = checkpoints.latest(tmp_path / "run" / "linear")
+    assert f"the last good checkpoint, {newest}, is kept" in record.why
+    assert all(x.isfinite().all() for x in weights(newest).values())
+
+
+def test_a_loss_that_explodes_is_a_divergence(run):
+    settings = replace(SETTINGS, lr=300.0, steps=60, warmup=0.0)
+    record = run("linear", "softmax", settings=settings).records[0]
+    assert record.status == "diverged"
+    assert re.search(r"above 3 times its first value, 0\.\d+, for 20 steps at step \d+, with a learning rate of", record.why)
+
+
+def test_a_diverged_method_is_not_trained_again_and_costs_the_others_nothing(run):
+    settings = replace(SETTINGS, lr=300.0, steps=60, warmup=0.0)
+    first = run("linear", settings=settings)
+    assert run("linear", settings=settings, resume=True).records == first.records
+
+
+def test_a_gradient_that_is_not_finite_is_seen_before_it_reaches_the_weights(run, tmp_path, monkeypatch):
+    clip, calls = Accelerator.clip_grad_norm_, iter(range(100))
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *a: clip(*a) if next(calls) < 5 else torch.tensor(float("inf")))
+    record = run(save_every=1).records[0]
+    assert record.status == "diverged"
+    assert "but its gradient is not finite at step 6" in record.why
+    assert checkpoints.latest(tmp_path / "run" / "linear").name == "checkpoint-5"
+
+
+def _full_after(count, monkeypatch, part):
+    """The disk has room for so many writings of a part of a checkpoint."""
+    real, calls = getattr(torch, part), iter(range(10**6))
+
+    def save(*args, **given):
+        if next(calls) >= count:
+            raise OSError(28, "No space left on device")
+        return real(*args, **given)
+
+    monkeypatch.setattr(torch, part, save)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(run, tmp_path, monkeypatch):
+    run(out=tmp_path / "whole", save_every=2)
+    with monkeypatch.context() as patch:
+        _full_after(8, patch, "save")  # three a checkpoint
+        with pytest.raises(checkpoints.SaveError, match=r"No space left on device \([\d,]+ MiB are free there\)") as error:
+            run(save_every=2)
+    assert "the checkpoint of step 4 is whole. Make room, then run the same command with --resume" in str(error.value)
+    folder = tmp_path / "run" / "linear"
+    assert checkpoints.latest(folder).name == "checkpoint-4"
+    assert not any((folder / checkpoints.STAGE).iterdir())
+    assert load(tmp_path / "run" / "results.json").records[0].status == "failed"
+    run(save_every=2, resume=True)
+    assert equal(last(folder), last(tmp_path / "whole" / "linear"))
+
+
+def test_a_disk_that_is_full_for_real(run, tmp_path, monkeypatch):
+    """A limit on the size of files, in a process of its own; what writes tensors has its own kind of error for that."""
+    monkeypatch.setenv("ROOM", str(tmp_path / "room"))
+    settings = replace(SETTINGS, options=(("fault", "full"),))
+    with pytest.raises(
+        sq.SubquadError, match=r"could not be written: .*[Ff]ile too large.*Nothing else was lost: there is no checkpoint"
+    ):
+        run(settings=settings, is_apart=True)
+    (tmp_path / "room").touch()
+    assert run(settings=settings, resume=True).records[0].status == "done"
+
+
+def test_a_kill_between_two_names_loses_no_best_model(run, tmp_path):
+    run()
+    folder = tmp_path / "run" / "linear"
+    before = weights(folder / "best")
+    os.rename(folder / "best", folder / ".old")
+    (folder / checkpoints.STAGE / "checkpoint-13").mkdir(parents=True, exist_ok=True)
+    checkpoints.tidy(folder)
+    assert equal(weights(folder / "best"), before)
+    assert not (folder / checkpoints.STAGE).exists()
+
+
+def test_a_crash_costs_one_method(run, tmp_path):
+    settings = replace(SETTINGS, options=(("fault", "exit"),))
+    results = run("linear", "softmax", settings=settings, is_apart=True)
+    crashed, other = results.records
+    assert crashed.status == "failed"
+    assert "the process ended with code 7: no way on" in crashed.why
+    assert other.status == "done"
+    assert load(tmp_path / "run" / "results.json") == results
+
+
+def test_an_error_costs_one_method(run):
+    results = run("linear", "softmax", settings=replace(SETTINGS, options=(("fault", "error"),)))
+    assert results.records[0].status == "failed"
+    assert results.records[0].why == "ZeroDivisionError: a bug in a mechanism"
+    assert results.records[1].status == "done"
+
+
+def test_missing_data_concerns_all_methods(run, tmp_path):
+    settings = replace(SETTINGS, options=(("fault", "data"),))
+    with pytest.raises(sq.SubquadError, match="there is no data in here"):
+        run("linear", "softmax", settings=settings, data="here")
+    assert [r.status for r in load(tmp_path / "run" / "results.json").records] == ["waiting", "waiting"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"epochs": 1.0}, "steps or so many epochs, one of the two; got steps=12 and epochs=1.0"),
+        ({"steps": None}, "got steps=None and epochs=None"),
+        ({"steps": 0}, "steps"),
+        ({"lr": 0.0}, "lr is a finite number above 0"),
+        ({"lr": float("nan")}, "lr is a finite number above 0"),
+        ({"heads": 5}, "dim is a multiple of heads; got 12 and 5"),
+        ({"dropout": 1.0}, "dropout is a share"),
+        ({"warmup": -0.1}, "warmup is a share"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"options": (("kind", "z"),)}, "kind of fake is one of 'a', 'b'; got 'z'"),
+        ({"options": (("kin", "a"),)}, "has no option 'kin'; did you mean 'kind'"),
+    ],
+)
+def test_settings_that_no_run_can_have_are_refused(run, tmp_path, change, said):
+    with pytest.raises(sq.SubquadError, match=said):
+        run(settings=replace(SETTINGS, **change))
+    assert not (tmp_path / "run").exists()
+
+
+def test_methods_that_cannot_be_trained_are_refused(run):
+    with pytest.raises(sq.UnknownMethodError, match="did you mean 'linear'"):
+        run("linaer")
+    with pytest.raises(sq.UnsupportedError, match="nystrom cannot do this"):
+        run("nystrom", task=FakeText())
+    with pytest.raises(sq.InputError, match="at least one method"):
+        train(Fake(), [])
+    with pytest.raises(sq.InputError, match="each method is trained once in a run; got 'local' twice"):
+        run("local", sq.Local(window=2))
+    with pytest.raises(sq.InputError, match="precision is fp32 or bf16; got 'fp8'"):
+        run(precision="fp8")
+
+
+def test_a_batch_is_shared_evenly(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(sq.InputError, match=r"multiple of their number; got 8 and 3 processes\. Choose --batch 9"):
+        run()
+
+
+def test_what_a_model_refuses_stands_in_the_table(run):
+    class Picky(Fake):
+        def model(self, method, settings):
+            raise sq.UnsupportedError("linear cannot do this: pads")
+
+    record = run(task=Picky()).records[0]
+    assert (record.status, record.why) == ("refused", "linear cannot do this: pads")
