@@ -1,9 +1,10 @@
-"""Nothing of size N x N, gradients included."""
+"""Nothing of size N x N, gradients included; the same with and without compiled loops."""
 
 import pytest
 import torch
 
 import subquad as sq
+from subquad.engines import low_rank
 from tests.harness import Largest
 
 N, DIM = 32_768, 16
@@ -22,3 +23,18 @@ def test_largest_tensor_is_linear_in_the_length(config, padded, grad):
             out.sum().backward()
     summaries = getattr(config, "rank", 64)
     assert largest.numel <= N * summaries
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiled_loops_attend_as_pytorch_does(monkeypatch, masked):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, h, n, d, dtype=torch.float64) for h, n, d in ((6, 17, 5), (3, 29, 5), (3, 29, 7)))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    mask = torch.arange(29) < torch.tensor([[0], [11]]) if masked else None
+    grad, found = torch.randn(2, 6, 17, 7, dtype=torch.float64), []
+    for least in (2**60, 0):
+        monkeypatch.setattr(low_rank, "_LARGE", least)
+        out = low_rank.attend(*leaves, mask, 0.3)
+        found.append((out, *torch.autograd.grad(out, leaves, grad)))
+    for pytorch, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, pytorch, atol=1e-12, rtol=1e-10)

@@ -15,10 +15,13 @@ from subquad.engines.key_sets import Tokens
 from subquad.engines.once import once
 from subquad.masks import real_first, take_tokens
 
+_LARGE = 2**20  # numbers of queries or keys from which the compiled loops are faster than PyTorch's kernel
+
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """`softmax(scale q k^T) v` over the keys where `mask` (B, M) is True, zero where there are none."""
-    if native.can_take(query, key, value, mask) and query.numel() and key.numel():
+    sizes = query.numel(), key.numel()
+    if native.can_take(query, key, value, mask) and min(sizes) > 0 and max(sizes) >= _LARGE:
         x = Tokens.of(query, key, value, mask)
         whole = x.meets(x.key, x.value, bias=x.bias)
         out, _ = tiles.attend([whole], x.length, query.shape[-1] ** -0.5 if scale is None else scale)
