@@ -6,7 +6,7 @@ SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard src/subquad/
 # Mechanisms with compiled loops, which are tested without them, too.
 COMPILED := linear or taylor or plain or efficient or performer or reformer or routing or clustered or rfa or local or longformer or bigbird or sparse or pooled or nystrom or induced
 
-.PHONY: install compare test check fix bench peers results-quick clean
+.PHONY: install compare test check fix bench peers results results-quick clean
 
 install: $(STAMP)
 
@@ -37,6 +37,10 @@ results-quick: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/train)
 	$(QUICK) listops $(SMALL) --length 48 --steps 300 --eval-every 100 --out subquad-quick/listops
 	$(QUICK) recall $(SMALL) --length 32 --steps 600 --lr 0.01 --eval-every 150 --out subquad-quick/recall
 	$(QUICK) pycode $(SMALL) --length 128 --batch 16 --steps 150 --eval-every 150 --out subquad-quick/pycode
+
+# Hours: every table of docs/results.md; stopped, it goes on where it was. make results SUITE="--only cifar10 --minutes 60"
+results: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/train)
+	$(BIN)/python benchmarks/results.py $(SUITE)
 
 check: install
 	$(BIN)/ruff format --check .

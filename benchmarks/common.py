@@ -16,7 +16,7 @@ from subquad import files
 from subquad.bench.machine import describe
 from subquad.bench.results import Setting
 
-_LEFT = ("method", "pass", "cost", "peer")  # columns of words
+_LEFT = ("cell", "cost", "method", "pass", "peer", "state")  # columns of words
 
 
 def machine() -> dict[str, object]:
@@ -50,12 +50,20 @@ def new_table(title: str, *headings: str) -> Table:
     return table
 
 
+def on(machine: dict[str, Any]) -> str:
+    """The machine in a few words."""
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {threads}, {machine['system']}, PyTorch {machine['torch']}, "
+        f"Python {machine['python']}"
+    )
+
+
 def where(results: dict[str, Any]) -> str:
     """On which machine, and what was measured, in a sentence each."""
-    at, shape = results["machine"], results["shape"]
+    shape = results["shape"]
     return (
-        f"{at['processor']}, {at['cores']} cores, {at['threads']} threads, {at['system']}, PyTorch {at['torch']}, "
-        f"Python {at['python']}. Batch {shape['batch']}, {shape['heads']} heads of {shape['head_dim']} channels, "
+        f"{on(results['machine'])}. Batch {shape['batch']}, {shape['heads']} heads of {shape['head_dim']} channels, "
         f"{shape['dtype']}."
     )
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from what the benchmarks have measured.
+"""Writes the tables of docs/performance.md and docs/results.md from what has been measured.
 
     python benchmarks/docs.py
 
@@ -9,34 +9,36 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks import engines, peers, roofline, steps
+from benchmarks.suite import page
 from subquad import files
 
+Sections = Mapping[str, Callable[[dict[str, Any]], str]]
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "performance.md"
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "peers": peers.section,
-    "roofline": roofline.section,
-    "growth": engines.section,
-    "steps": steps.section,
+PERFORMANCE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "results.md"
+SECTIONS: dict[Path, Sections] = {
+    PERFORMANCE: {"peers": peers.section, "roofline": roofline.section, "growth": engines.section, "steps": steps.section},
+    RESULTS: {"results": page.section},
 }
 
 
-def filled(text: str, folder: Path = ROOT / "benchmarks") -> str:
-    """`text` with every table anew."""
-    for name, section in SECTIONS.items():
+def filled(path: Path, sections: Sections, folder: Path = ROOT / "benchmarks") -> str:
+    """The page with every table anew."""
+    text = path.read_text()
+    for name, section in sections.items():
         mark, end = f"<!-- made from benchmarks/{name}.json -->\n", "\n<!-- end -->"
         if text.count(mark) != 1:
-            raise SystemExit(f"{PAGE.name} has the mark {mark.strip()!r} once; found {text.count(mark)}.")
+            raise SystemExit(f"{path.name} has the mark {mark.strip()!r} once; found {text.count(mark)}.")
         before, rest = text.split(mark)
         text = before + mark + section(json.loads((folder / f"{name}.json").read_text())) + end + rest.split(end, 1)[1]
     return text
 
 
 if __name__ == "__main__":
-    files.write(PAGE, filled(PAGE.read_text()).encode())
+    for path, sections in SECTIONS.items():
+        files.write(path, filled(path, sections).encode())

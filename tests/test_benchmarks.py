@@ -220,17 +220,20 @@ def test_memory_is_bounded_and_freed_again():
     torch.empty(2**20)
 
 
-def test_the_docs_tables_are_written_between_their_marks(monkeypatch, tmp_path):
-    monkeypatch.setattr(docs, "SECTIONS", {"one": lambda found: found["a"], "two": lambda found: found["a"] * 2})
-    for name in docs.SECTIONS:
+def test_the_docs_tables_are_written_between_their_marks(tmp_path):
+    sections = {"one": lambda found: found["a"], "two": lambda found: found["a"] * 2}
+    page = tmp_path / "page.md"
+    for name in sections:
         (tmp_path / f"{name}.json").write_text('{"a": "new"}')
     text = "before\n<!-- made from benchmarks/{} -->\n{}\n<!-- end -->\nafter\n"
     old, new = (
         "".join(text.format(*pair) for pair in (("one.json", a), ("two.json", b))) for a, b in (("x", "y"), ("new", "newnew"))
     )
-    assert docs.filled(old, tmp_path) == new
-    with pytest.raises(SystemExit, match="has the mark"):
-        docs.filled(old + old, tmp_path)
+    page.write_text(old)
+    assert docs.filled(page, sections, tmp_path) == new
+    page.write_text(old + old)
+    with pytest.raises(SystemExit, match=r"page\.md has the mark"):
+        docs.filled(page, sections, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -165,9 +165,9 @@ def test_memory_figures():
     assert f"at most {max(multiples):.2f} of inputs and output together" in " ".join(README.split())
 
 
-def test_the_figures_beside_others_are_the_measured_ones():
-    shown = (ROOT / "docs" / "performance.md").read_text()
-    assert shown == docs.filled(shown)
+@pytest.mark.parametrize("page", docs.SECTIONS, ids=lambda page: page.name)
+def test_the_figures_of_pages_are_the_measured_ones(page):
+    assert page.read_text() == docs.filled(page, docs.SECTIONS[page])
 
 
 def test_the_changelog_has_this_version():

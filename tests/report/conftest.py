@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from subquad.report import write_page
+from tests.report.browser import MODES, WAIT, turn
 from tests.report.made_up import made_up
 
 FLAGS = [
@@ -39,3 +40,19 @@ def chromium(tmp_path_factory):
     driver = selenium.Chrome(options=options, service=selenium.ChromeService(paths[1]))
     yield driver
     driver.quit()
+
+
+@pytest.fixture
+def shown(chromium, page):
+    """Opens the page anew, light or dark, at a width."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def open_page(mode="light", width=1200, path=page):
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        turn(chromium, mode)
+        chromium.get(path.as_uri())
+        WebDriverWait(chromium, WAIT).until(lambda driver: set(driver.execute_script(MODES)) == {mode})
+        return chromium
+
+    return open_page

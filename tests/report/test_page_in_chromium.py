@@ -3,46 +3,10 @@
 import pytest
 
 from subquad.report import write_page
+from tests.report.browser import MODES, click, complaints, marks, turn, until
 from tests.report.made_up import METHODS, made_up
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
-
-MODES = "return [...document.querySelectorAll('[data-chart]')].map(box => box.dataset.mode)"
-WAIT = 20
-
-
-@pytest.fixture
-def shown(chromium, page):
-    """Opens the page anew, light or dark, at a width."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    def open_page(mode="light", width=1200, path=page):
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-        chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        turn(chromium, mode)
-        chromium.get(path.as_uri())
-        WebDriverWait(chromium, WAIT).until(lambda driver: set(driver.execute_script(MODES)) == {mode})
-        return chromium
-
-    return open_page
-
-
-def turn(driver, mode):
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": mode}]})
-
-
-def until(driver, condition):
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    WebDriverWait(driver, WAIT).until(lambda driver: condition())
-
-
-def marks(driver, chart, kind="mark-line"):
-    return driver.execute_script(f"return document.querySelectorAll('[data-chart={chart}] .{kind} path').length")
-
-
-def complaints(driver):
-    return [entry for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
 def column(driver, table, number):
@@ -52,11 +16,6 @@ def column(driver, table, number):
 
 def heading(driver, table, number):
     return driver.find_element("css selector", f"#{table} thead th:nth-child({number + 1})")
-
-
-def click(driver, element):
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
-    element.click()
 
 
 def test_it_draws_every_chart_without_a_complaint(shown, tmp_path):

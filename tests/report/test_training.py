@@ -53,6 +53,15 @@ def test_the_chart_has_a_choice_for_every_figure():
     ]
 
 
+def test_a_long_line_has_few_marks_and_a_short_one_all():
+    results = made_up()
+    results.records[0].losses = [(step, 1.0) for step in range(1, 200)]
+    (chart,) = training_charts(results)
+    marked = [(row["method"], row["step"]) for row in chart.spec["datasets"]["rows"] if row["is_marked"]]
+    assert [step for method, step in marked if method == "local"] == [*range(1, 200, 10), 4, 8, 4, 8]
+    assert [step for method, step in marked if method == "linear"] == [4, 8, 4, 8, 4, 8]
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"

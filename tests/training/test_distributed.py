@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from subquad.training import load, train
+from subquad.training import checkpoints, load, train
 from tests.training.fake import SETTINGS, FakeText
 from tests.training.weights import last
 
@@ -62,22 +63,8 @@ def test_two_processes_have_the_losses_of_one_and_only_the_first_writes(run, tmp
 
 def launched(out, *more):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "subquad", "train"]
-    command += [
-        "digits",
-        "--method",
-        "linear",
-        "--steps",
-        "200",
-        "--layers",
-        "1",
-        "--dim",
-        "16",
-        "--heads",
-        "2",
-        "--batch",
-        "8",
-    ]
-    command += ["--threads", "1", "--save-every", "20", "--eval-every", "200", "--out", str(out), *more]
+    command += shlex.split("digits --method linear --steps 200 --layers 1 --dim 16 --heads 2 --batch 8 --threads 1")
+    command += ["--eval-every", "200", "--save-every", "20", "--out", str(out), *more]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -102,3 +89,18 @@ def test_a_lost_worker_ends_the_run_and_it_can_be_gone_on_with(tmp_path):
     found = json.loads(printed)["records"][0]
     assert (found["status"], found["step"]) == ("done", 200)
     assert [step for step, _ in found["losses"]] == list(range(1, 201))
+
+
+def test_ctrl_c_under_a_launcher_makes_a_checkpoint(tmp_path):
+    out = tmp_path / "run"
+    launcher = launched(out, "--save-every", "200")
+    while launcher.poll() is None and not ((out / "results.json").exists() and load(out / "results.json").records[0].step):
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGINT)
+    _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode not in (0, None)
+    assert "the same command with --resume goes on" in " ".join(said.split())
+    record = load(out / "results.json").records[0]
+    assert record.status == "stopped"
+    assert 0 < record.step < 200
+    assert checkpoints.step_of(checkpoints.latest(out / "linear")) == record.step

@@ -158,7 +158,7 @@ def curves(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page:
         alt.Chart(alt.NamedData(name="rows"))
         .transform_filter(_drawn(kinds))
         .encode(
-            x=alt.X("step:Q", title="step", axis=alt.Axis(grid=False)),
+            x=alt.X("step:Q", title="step", scale=alt.Scale(zero=True, nice=False), axis=alt.Axis(grid=False, tickMinStep=1)),
             y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),
             color=colour,
             detail="method:N",
@@ -166,7 +166,7 @@ def curves(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page:
     )
     layers = [
         shared.mark_line(aria=False, strokeWidth=1.6),
-        shared.mark_point(filled=True, size=30, opacity=1, aria=False).encode(shape=shape),
+        shared.transform_filter("datum.is_marked").mark_point(filled=True, size=45, opacity=1, aria=False).encode(shape=shape),
         shared.mark_point(filled=True, shape="circle", size=260, opacity=0).encode(tooltip=tooltip),  # easier to hit
     ]
     return _sized(_with_signals(alt, alt.layer(*layers), kinds), in_page, rows)

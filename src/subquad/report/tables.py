@@ -39,6 +39,9 @@ class Table:
     headings: list[str]
     rows: list[list[Cell]] = field(default_factory=list)
 
+    def has_numbers(self, column: int) -> bool:
+        return any(row[column].is_number for row in self.rows)
+
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _NONE = Cell("-", None, "none")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from subquad.report import figures
 from subquad.report.charts import Chart, curves, write
@@ -13,6 +14,7 @@ from subquad.report.tables import Cell, Table
 from subquad.training.results import Record, Results
 
 _NONE = Cell("-", None, "none")
+_MARKS = 20  # on a line, at most
 
 
 def summary(results: Results) -> Table:
@@ -60,16 +62,28 @@ def training_charts(results: Results, *, in_page: bool = True) -> list[Chart]:
     """The training loss, and each figure on the validation rows, by step."""
     rows: figures.Rows = []
     for record in results.records:
-        rows += [_point(record, "training loss", step, loss) for step, loss in record.losses]
-        for found in record.evals:
-            rows += [_point(record, f"validation {name}", int(found["step"]), y) for name, y in found.items() if name != "step"]
+        rows += _curve(record, "training loss", record.losses)
+        for name in dict.fromkeys(name for found in record.evals for name in found if name != "step"):
+            rows += _curve(record, f"validation {name}", [(int(found["step"]), found[name]) for found in record.evals])
     drawn = looks(_drawn_methods(results))[1:]
     kinds = tuple(dict.fromkeys(row["kind"] for row in rows))
     return [Chart("curves", curves(rows, drawn, kinds, in_page), kinds)] if rows else []
 
 
-def _point(record: Record, kind: str, step: int, value: float) -> dict[str, Any]:
-    return {"method": record.method, "kind": kind, "step": step, "value": value, "amount": f"{value:.4g}"}
+def _curve(record: Record, kind: str, points: Sequence[tuple[int, float]]) -> figures.Rows:
+    """Points of a line; so many of them have a mark that lines are told apart, and still seen."""
+    every = math.ceil(len(points) / _MARKS)
+    return [
+        {
+            "method": record.method,
+            "kind": kind,
+            "step": step,
+            "value": value,
+            "amount": f"{value:.4g}",
+            "is_marked": i % every == 0,
+        }
+        for i, (step, value) in enumerate(points)
+    ]
 
 
 def _drawn_methods(results: Results) -> list[str]:

@@ -5,7 +5,7 @@ B batch, N tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -128,7 +128,7 @@ def fill(sequences: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
 def answers(model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> Iterator[tuple[Batch, Any]]:
     """Each batch of `rows`, in their order or, where they have lengths, the shortest first; and the model's output for it."""
     lengths = lengths_of(rows)
-    order = None if lengths is None else sorted(range(len(lengths)), key=lengths.__getitem__)
+    order = None if lengths is None else by_length(range(len(lengths)), lengths)
     for batch in DataLoader(rows, batch_size=settings.batch, sampler=order, collate_fn=splits.collate):
         batch = {name: column.to(model.device) for name, column in batch.items()}
         yield batch, model(**{name: column for name, column in batch.items() if name != "labels"})
@@ -140,6 +140,11 @@ def lengths_of(rows: Dataset[Row]) -> Sequence[tuple[int, ...]] | None:
         return getattr(rows, "lengths", None)
     lengths = lengths_of(rows.dataset)
     return None if lengths is None else [lengths[i] for i in rows.indices]
+
+
+def by_length(rows: Iterable[int], lengths: Sequence[tuple[int, ...]]) -> list[int]:
+    """Rows of like lengths beside each other: by the longest side first, which leaves fewer pads than one side or their sum."""
+    return sorted(rows, key=lambda row: (max(lengths[row]), sum(lengths[row])))
 
 
 def shuffled(count: int, seed: int) -> Tensor:

@@ -47,6 +47,8 @@ def run_apart(plan: Plan, config: Config, folder: Path, tell: Callable[[Record],
     assert child.stdin is not None
     assert child.stdout is not None
     stop.ask = lambda: child.send_signal(signal.SIGTERM)
+    if stop.is_asked:  # before there was a child
+        stop.ask()
     try:
         child.stdin.write(json.dumps(order) + "\n")
         child.stdin.flush()

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from subquad.tasks.base import Batch, Row, Splits
+from subquad.tasks.rows import by_length
 
 Place = tuple[int, int]  # epoch, row
 _POOL = 100  # batches that are cut from rows in the order of their lengths
@@ -64,7 +65,7 @@ class Batches:
         first, size = min(missing, self.rows), self.batch
         end = self.rows - (self.rows - first) % size
         pools = (order[i : min(i + _POOL * size, end)] for i in range(first, end, _POOL * size))
-        ranked = [row for pool in pools for row in sorted(pool, key=lengths.__getitem__)]
+        ranked = [row for pool in pools for row in by_length(pool, lengths)]
         starts = size * torch.randperm((end - first) // size, generator=generator)
         return [*order[:first], *(row for i in starts.tolist() for row in ranked[i : i + size]), *order[end:]]
 

@@ -1,0 +1,221 @@
+"""What docs/results.md consists of: tables, rows of a table, and cells of a row, each of them one training.
+
+A cell is declared by what differs from its task's own settings. Change a table here, and the cells that are not what they were
+are trained again by the next `make results`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from subquad.mechanisms import Config
+from subquad.tasks import Settings
+from subquad.training.plan import Plan, chosen, named, options_of, place
+
+THREADS = 1
+_SETTINGS = {f.name for f in fields(Settings)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training.
+
+    Args:
+        name: TABLE/ROW, its folder below --out, and its key in results.json.
+        given: what differs from the task's own settings, and from a plain run, by the names that `subquad train` has.
+        minutes: that it is expected to take.
+    """
+
+    name: str
+    table: str
+    task: str
+    config: Config
+    given: Mapping[str, Any]
+    minutes: float
+
+    @property
+    def method(self) -> str:
+        return self.config.info.name
+
+    @property
+    def settings(self) -> Settings:
+        return changed(self.task, self.given)
+
+    def identity(self) -> dict[str, Any]:
+        """What a record must have been made with to stand for this cell."""
+        rest = {name: value for name, value in self.given.items() if name not in _SETTINGS}
+        plan = Plan(task=place(named(self.task)), settings=self.settings, threads=THREADS, **rest)
+        return {"settings": plan.identity(), "options": options_of(self.config)}
+
+    def command(self) -> list[str]:
+        """Of `subquad`; where it reads and writes is not part of it."""
+        return [*command(self.task, self.method, self.given), "--threads", str(THREADS)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is trained once for each seed."""
+
+    label: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The same task and settings for every row.
+
+    Args:
+        about: what the reader must know of it.
+        minutes: of a cell.
+        given: as in `Cell`.
+        methods: their names, or none for all that can do the task.
+        variants: instead of a row for each method, one for each of these changes.
+        seeds: cells of a row; figures are their means, or medians, and their range.
+        projected: the steps whose time is projected from the measured ones; then nothing is said of scores.
+    """
+
+    name: str
+    title: str
+    task: str
+    about: str
+    minutes: float
+    given: Mapping[str, Any] = field(default_factory=dict)
+    methods: tuple[str, ...] = ()
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0,)
+    projected: int = 0
+
+    @property
+    def settings(self) -> Settings:
+        return changed(self.task, self.given)
+
+    def rows(self) -> list[Row]:
+        able, _ = chosen(named(self.task), self.methods or ["all"], self.settings)
+        return [
+            Row(label, tuple(self._cell(label, config, {**self.given, **change}, seed) for seed in self.seeds))
+            for name, config in able.items()
+            for label, change in (self.variants or {name: {}}).items()
+        ]
+
+    def refused(self) -> dict[str, str]:
+        """Methods that cannot do the task, and why; of a table that is not about methods, none."""
+        return {} if self.variants or self.projected else chosen(named(self.task), ["all"], self.settings)[1]
+
+    def _cell(self, label: str, config: Config, given: Mapping[str, Any], seed: int) -> Cell:
+        name = f"{self.name}/{label}" + (f"-seed{seed}" if seed else "")
+        return Cell(name, self.name, self.task, config, {**given, **({"seed": seed} if seed else {})}, self.minutes)
+
+
+def changed(task: str, given: Mapping[str, Any]) -> Settings:
+    """The task's settings with what is given of them."""
+    changes = {name: value for name, value in given.items() if name in _SETTINGS}
+    if "options" in changes:
+        changes["options"] = tuple(changes["options"].items())
+    if "steps" in changes or "epochs" in changes:
+        changes = {"steps": None, "epochs": None, **changes}
+    return replace(named(task).info.defaults, **changes)
+
+
+def command(task: str, method: str, given: Mapping[str, Any]) -> list[str]:
+    """The words behind `subquad` that train this."""
+    words = ["train", task, "--method", method]
+    for name, value in given.items():
+        if name == "options":
+            words += [word for pair in value.items() for word in ("--option", "=".join(pair))]
+        else:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+TABLES: tuple[Table, ...] = (
+    Table(
+        name="cifar10",
+        title="CIFAR-10, 64 patches",
+        task="cifar10",
+        about="Accuracy on the 10,000 test images, after training on 49,000; by the other 1,000 the best model is chosen.",
+        minutes=15,
+    ),
+    Table(
+        name="listops-128",
+        title="ListOps, up to 128 tokens",
+        task="listops",
+        about="Accuracy on 1,000 expressions of 32 to 128 tokens, with ten answers to choose from.",
+        given={"length": 128},
+        minutes=5,
+    ),
+    Table(
+        name="listops-256",
+        title="ListOps, up to 256 tokens",
+        task="listops",
+        about="Accuracy on 1,000 expressions of 64 to 256 tokens; a step reads as many tokens as at 128.",
+        given={"length": 256, "batch": 16},
+        minutes=5,
+    ),
+    Table(
+        name="recall-64",
+        title="Associative recall, 64 tokens",
+        task="recall",
+        about="The share of 8 keys in a sequence whose value is remembered.",
+        given={"length": 64},
+        minutes=5,
+    ),
+    Table(
+        name="recall-256",
+        title="Associative recall, 256 tokens",
+        task="recall",
+        about="The share of 32 keys in a sequence whose value is remembered; a step reads twice as many tokens as at 64.",
+        given={"length": 256, "batch": 16},
+        minutes=5,
+    ),
+    Table(
+        name="wikitext2",
+        title="WikiText-2",
+        task="wikitext2",
+        about="Perplexity per word of the test text, from pieces of words: less is better.",
+        minutes=10,
+    ),
+    Table(
+        name="multi30k",
+        title="Multi30k, English to German",
+        task="multi30k",
+        about="BLEU on the 1,000 sentences of the 2016 test set. The method is the self-attention of encoder and decoder; "
+        "cross-attention is softmax.",
+        methods=("softmax", "linear", "performer", "local"),
+        minutes=30,
+    ),
+    Table(
+        name="pixels",
+        title="CIFAR-10 as 1,024 single pixels: the time of 3,000 steps",
+        task="cifar10",
+        about="The model is that of the patches; every pixel is a token.",
+        given={"options": {"tokens": "pixels"}, "length": 1024, "batch": 16, "steps": 60, "eval_every": 60},
+        methods=("softmax", "linear"),
+        projected=3000,
+        minutes=15,
+    ),
+    Table(
+        name="memory",
+        title="Digits: bf16 and checkpointing",
+        task="digits",
+        about="`linear` in plain float32, with `--precision bf16`, with `--checkpointing`, and with both. The range over three "
+        "seeds says what a difference between rows is worth.",
+        given={"batch": 256, "epochs": 40},
+        methods=("linear",),
+        variants={
+            "fp32": {},
+            "bf16": {"precision": "bf16"},
+            "checkpointing": {"checkpointing": True},
+            "bf16-checkpointing": {"precision": "bf16", "checkpointing": True},
+        },
+        seeds=(0, 1, 2),
+        minutes=2,
+    ),
+)
+
+
+def selected(tables: Sequence[Table], methods: Sequence[str]) -> list[Cell]:
+    """The cells of `tables`, of these methods if any are named."""
+    cells = [cell for table in tables for row in table.rows() for cell in row.cells]
+    return [cell for cell in cells if not methods or cell.method in methods]
