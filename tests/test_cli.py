@@ -58,7 +58,7 @@ def test_json_is_the_record(run):
         "subquad list --causal --decode",
         "subquad show performer --length 64 --out performer.png",
         "subquad advise --length 4096 --causal --decode",
-        "subquad train digits --method linear,softmax --steps 100 --out digits",
+        "subquad train digits --method linear,softmax --epochs 1 --out digits",
     ],
 )
 def test_help_has_an_example_that_works(run, example, tmp_path, monkeypatch):

@@ -270,7 +270,7 @@ def advise(
         console.print(f"  {escape(advice.code)}", style="cyan")
 
 
-app.command(epilog="Example: [bold]subquad train digits --method linear,softmax --steps 100 --out digits[/bold]")(train)
+app.command(epilog="Example: [bold]subquad train digits --method linear,softmax --epochs 1 --out digits[/bold]")(train)
 
 
 def _where(results: Any, path: Path | None) -> str:
