@@ -49,7 +49,7 @@ class Loops(BuildHookInterface):
         command = [*compiler.split(), *ALWAYS, *flags, f'-DSOURCES="{fingerprint}"', *files, "-o", str(unfinished)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-            problem = done.stderr if done.returncode else ""
+            problem = (done.stderr or f"{compiler} ended with code {done.returncode}") if done.returncode else ""
         except OSError as error:
             problem = str(error)
         if problem:

@@ -97,6 +97,24 @@ def test_another_sequence(config, queries, keys):
 @needs_loops
 @every_config
 @both_directions
+def test_one_channel(config, is_causal):
+    given = tensors(61, 61, dim=1)
+    assert_same(results(config, *given, is_causal=is_causal), without_loops(config, *given, is_causal=is_causal))
+
+
+@needs_loops
+@both_directions
+def test_quotients_of_numbers_whose_inverse_is_infinite(is_causal):
+    q, k, v, _ = (x.detach() for x in tensors(100, 100, dim=16, dtype=torch.float32, scale=30.0))
+    with native.disabled():
+        expected = sq.attention(q, k, v, "performer", is_causal=is_causal)
+    found = sq.attention(q, k, v, "performer", is_causal=is_causal)
+    assert torch.equal(found.isfinite(), expected.isfinite())
+
+
+@needs_loops
+@every_config
+@both_directions
 def test_pads_shared_heads_and_whole_vectors(config, is_causal):
     q, k, v, grad = tensors(90, 90, kv_heads=2, dim=16, value_dim=32)
     mask = torch.rand(2, 90, generator=torch.Generator().manual_seed(3)) > 0.4

@@ -169,3 +169,21 @@ def test_options_larger_than_the_sequence(config, is_causal):
         found = sq.attention(q, q, v, config, is_causal=is_causal)
     assert_close(found, reference.attention(config, q, q, v, weights=weights, is_causal=is_causal))
     assert largest.numel < 10**5
+
+
+@every_config
+@pytest.mark.parametrize("with_loops", [False, True])
+def test_channels_that_are_not_side_by_side(config, with_loops):
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 2, 17, 131, generator=generator).transpose(2, 3) for _ in range(3))
+    k = q if config.shares_query_and_key else k
+
+    def attend(*given):
+        if with_loops:
+            return sq.attention(*given, config)
+        with native.disabled():
+            return sq.attention(*given, config)
+
+    together = [x.contiguous() for x in (q, k, v)]
+    together[1] = together[0] if config.shares_query_and_key else together[1]
+    torch.testing.assert_close(attend(q, k, v), attend(*together))

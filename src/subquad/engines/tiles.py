@@ -81,8 +81,13 @@ def _of_one_width(part: Part, has_bias: bool) -> Part:
     if has_bias:
         bias = key.new_zeros(()) if part.bias is None else part.bias.unsqueeze(-1)
         query, key = _with_last(query, query.new_ones(()), width), _with_last(key, bias, width)
-    query, key, value = (pad_to(x, width, -1) for x in (query, key, value))
+    query, key, value = (_side_by_side(pad_to(x, width, -1)) for x in (query, key, value))
     return replace(part, query=query, key=key, value=value, bias=None)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """With its channels next to each other, which the kernel takes for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _with_last(x: Tensor, last: Tensor, width: int) -> Tensor:

@@ -39,7 +39,7 @@ struct Gradients {
             const T divisor = static_cast<const T*>(p.call.divisors)[(b * p.call.heads + h) * p.call.queries + start + i];
             const bool is_held = p.divisor == SIGNED && std::abs(divisor) == T(p.call.floor);
             if (p.has_sum() && !is_held) e[i] = -inner(G[i], out[i], p.E) / divisor;
-            scale(G[i], 1 / divisor, p.E);
+            divide(G[i], divisor, p.E);
         }
     }
 };

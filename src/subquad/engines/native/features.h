@@ -84,6 +84,8 @@ void map(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, Ind
                     exponentiate(row, p.F, largest(row, p.F));
                     std::fill(row + p.F, row + padded<T>(p.F), T(0));
                     scale(row, 1 / total(row, p.F), p.F);
+                } else if (p.F == 1) {  // one level for all channels: the exponent is the key's own
+                    b[i] = row[0], row[0] = 1;
                 }
                 break;
         }

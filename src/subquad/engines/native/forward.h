@@ -55,7 +55,7 @@ void answer(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, const Keys<
         }
         divisor = nonzero(divisor);
         if (p.call.divisors) static_cast<T*>(p.call.divisors)[(b * p.call.heads + h) * p.call.queries + start + i] = divisor;
-        scale(out[i], 1 / divisor, p.E);
+        divide(out[i], divisor, p.E);
     }
     keep(q.out, out, p.call.out, b, h, start, n);
 }

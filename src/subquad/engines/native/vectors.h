@@ -163,6 +163,13 @@ void scale(T* row, T factor, Index n) {
     for (Index j = 0; j < n; j += LANES<T>) vector(row + j) *= factor;
 }
 
+// The inverse of a very small divisor is infinite, though its quotients need not be.
+template <class T>
+void divide(T* row, T divisor, Index n) {
+    if (const T inverse = 1 / divisor; std::isfinite(inverse)) return scale(row, inverse, n);
+    for (Index j = 0; j < n; j += LANES<T>) vector(row + j) /= divisor;
+}
+
 // e^(x - peak), in place
 template <class T>
 void exponentiate(T* row, Index n, T peak) {
