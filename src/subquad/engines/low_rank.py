@@ -61,8 +61,8 @@ def segment_means(x: Tensor, member: Tensor, is_even: bool = False) -> Tensor:
 def pinv(a: Tensor, iterations: int) -> Tensor:
     """The Moore-Penrose inverse of square matrices by iteration; each starts at its own `A^T / (|A|_1 |A|_inf)`."""
     size = a.abs()
-    z = (a.mT / (size.sum(-2).amax(-1) * size.sum(-1).amax(-1))[..., None, None]).flatten(0, -3)
-    shape, a = a.shape, a.flatten(0, -3)
+    z = a.mT / (size.sum(-2).amax(-1) * size.sum(-1).amax(-1))[..., None, None]
+    shape, a, z = a.shape, a.reshape(-1, *a.shape[-2:]), z.reshape(-1, *a.shape[-2:])
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     for _ in range(iterations):
         az = a @ z
