@@ -139,7 +139,7 @@ def section(results: dict[str, Any]) -> str:
         rows.append([f"`{method}`", *steps, *times])
     headings = [f"{p:,}" for p in positions]
     table = markdown(
-        ["method", *(f"microseconds at {h}" for h in headings), *(f"times softmax at {h}" for h in headings)], rows
+        ["method", *(f"microseconds at {h}" for h in headings), *(f"times faster than softmax at {h}" for h in headings)], rows
     )
     return "\n".join([where(results), "", *table, "", f"The command: `{results['command']}`."])
 
