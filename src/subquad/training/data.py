@@ -17,6 +17,7 @@ from subquad.tasks.base import Batch, Row, Splits
 from subquad.tasks.rows import by_length
 
 Place = tuple[int, int]  # epoch, row
+ORDER = 2  # of the rows in batches: 1 as they are shuffled, 2 by like lengths. A run goes on only in the order it began with
 _POOL = 100  # batches that are cut from rows in the order of their lengths
 
 

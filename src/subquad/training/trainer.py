@@ -29,7 +29,7 @@ from subquad.models import SubquadForCausalLM
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Row, Splits, Task
 from subquad.training import checkpoints
-from subquad.training.data import Batches, length, loader, mixed, spread
+from subquad.training.data import ORDER, Batches, length, loader, mixed, spread
 from subquad.training.memory import Peak
 from subquad.training.plan import Every, Plan
 from subquad.training.results import Record, record_from
@@ -211,7 +211,7 @@ class MethodTrainer(Trainer):
             finally:
                 self._target = self.job.folder
             if self.args.should_save:
-                state = {"record": asdict(self.record), "memory": asdict(self.memory)}
+                state = {"order": ORDER, "record": asdict(self.record), "memory": asdict(self.memory)}
                 files.write(folder / STATE, json.dumps(state).encode())
 
         self.write(self.job.folder / name, fill)
@@ -288,6 +288,13 @@ class _Watch(TrainerCallback):
         control.should_save = step % trainer.every.checkpoint == 0 or is_last
         control.should_training_stop = is_last
         return control
+
+
+def order_of(checkpoint: Path) -> int:
+    """In which order the run that wrote it puts rows into batches (see `data.ORDER`)."""
+    saved: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+    unsaid = 1 if saved["record"].get("eval_rows") is None else 2  # both came with the second order
+    return int(saved.get("order", unsaid))
 
 
 def scored(model: Any, job: Job, rows: Dataset[Row]) -> dict[str, float]:
