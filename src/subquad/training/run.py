@@ -82,6 +82,7 @@ def _run(job: Job, record: Record) -> None:
     peak = Peak(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(settings.seed)
     model = task.model(job.config, settings)
+    kind: Any = type(model)  # FSDP makes another class of it
     record.parameters = sum(p.numel() for p in model.parameters())
     job.tell(record)
     rows, share = length(splits.train), (process(), record.processes)
@@ -98,7 +99,7 @@ def _run(job: Job, record: Record) -> None:
         return
     if not is_first:
         return
-    best: Any = type(model).from_pretrained(folder / checkpoints.BEST).to(model.device)
+    best = kind.from_pretrained(folder / checkpoints.BEST).to(model.device)
     with peak.paused():
         record.test = scored(best, job, splits.test)
     record.seconds = trainer.before + time.monotonic() - begun

@@ -17,7 +17,7 @@ import torch
 
 from subquad.bench.machine import describe
 from subquad.bench.results import ResultsError, Setting, alone
-from subquad.errors import SubquadError
+from subquad.errors import InputError, SubquadError
 from subquad.mechanisms import Config
 from subquad.tasks.base import Settings, Task
 from subquad.training import checkpoints
@@ -114,11 +114,13 @@ def _shared(
     watch: Callable[[Progress], None],
 ) -> Results:  # fmt: skip
     """One of several processes that do the same; the first writes, and decides whether there is anything to do."""
-    from accelerate import PartialState
+    from accelerate import DistributedType, PartialState
 
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
     lost = False
     try:
+        if state.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+            raise InputError("FSDP needs GPUs: accelerate would quietly copy the model to each CPU process. Leave it out.")
         with Stop() as stop:
             results = _agreed(lambda: _begin(plan, task, configs, refused, out, resume, fresh))
             sitting = _Sitting(results, configs, out, watch, is_writer=process() == 0)

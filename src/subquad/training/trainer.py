@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -218,7 +219,7 @@ class MethodTrainer(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         norm = super()._clip_grad_norm(model)
-        self.step_norm = torch.as_tensor(norm)
+        self.step_norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)  # FSDP has it in parts
         return norm
 
     def _get_output_dir(self, trial: Any) -> str:
