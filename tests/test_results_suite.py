@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 import subquad as sq
 from subquad import training
 from subquad.cli import app
+from subquad.tasks.rows import length
 from subquad.training import Results, checkpoints
-from subquad.training.data import Batches, length, loader
+from subquad.training.data import Batches, loader
 from subquad.training.plan import Plan, configured, named, options_of, place
 from subquad.training.run import deterministic, quiet
 from tests.training.weights import equal, last

@@ -24,8 +24,8 @@ from benchmarks.suite.cells import THREADS, Cell, Row, Table, made_with
 from subquad.bench.results import read as read_json
 from subquad.errors import InputError
 from subquad.tasks.base import Batch, Splits, Task
-from subquad.tasks.rows import lengths_of
-from subquad.training.data import Batches, length, loader
+from subquad.tasks.rows import length, lengths_of
+from subquad.training.data import Batches, loader
 from subquad.training.memory import Peak
 from subquad.training.plan import named
 from subquad.training.results import Record

@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from subquad.errors import SubquadError
 from subquad.tasks.base import Splits, Task
-from subquad.tasks.rows import lengths_of
+from subquad.tasks.rows import length, lengths_of
 from subquad.training import checkpoints
-from subquad.training.data import Batches, length
+from subquad.training.data import Batches
 from subquad.training.memory import Peak
 from subquad.training.plan import Plan, data_folder, options_of, steps_of
 from subquad.training.results import Record

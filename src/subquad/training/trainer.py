@@ -29,8 +29,9 @@ from subquad.mechanisms import Config
 from subquad.models import SubquadForCausalLM
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Row, Splits, Task
+from subquad.tasks.rows import length, spread
 from subquad.training import checkpoints
-from subquad.training.data import ORDER, Batches, length, loader, mixed, spread
+from subquad.training.data import ORDER, Batches, loader, mixed
 from subquad.training.memory import Peak
 from subquad.training.plan import Every, Plan
 from subquad.training.results import Record, record_from
