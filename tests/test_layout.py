@@ -10,7 +10,7 @@ import subquad as sq
 ROOT = Path(sq.__file__).parent
 # A module may import from the layers before its own, and from its own.
 LAYERS = [
-    {"errors", "masks", "rotary", "reference", "recomputation", "files"},
+    {"errors", "masks", "rotary", "reference", "recomputation", "files", "extras"},
     {"state"},
     {"engines"},
     {"mechanisms"},
