@@ -187,9 +187,9 @@ def _meet(
     sums = times(fq, beyond)  # (B, K, c, G, C, Dv + 1)
 
     log_mix = kernel.log_mix.to(q.dtype).reshape(shape[0])[:, None, :, None, None]  # (K, 1, G, 1, 1)
-    total = (pairs.sum(-1, keepdim=True) + sums[..., -1:]).detach()
+    total = pairs.detach().sum(-1, keepdim=True) + sums.detach()[..., -1:]
     has_far = total >= torch.finfo(total.dtype).tiny
-    top = (log_mix + total.log()).detach().masked_fill(~has_far, -math.inf).maximum(scores.detach().amax(-1, keepdim=True))
+    top = (log_mix.detach() + total.log()).masked_fill(~has_far, -math.inf).maximum(scores.detach().amax(-1, keepdim=True))
     top = top.masked_fill(top == -math.inf, 0)
     factor = (log_mix - top).masked_fill(~has_far, -math.inf).exp()
     out = times((scores - top).exp() + pairs * factor, value) + sums * factor

@@ -5,8 +5,8 @@
 
 and j <= i when causal. phi is Hedgehog's, T2R's or that of linear attention (see `feature_maps`); g > 0 is learned for each
 query head, as its logarithm. `window` counts as in `local`: a causal query sees its own key and `window` before it as they are.
-Positions count real tokens only; the queries of pads give 0. phi reads q and k as they are or, given a `scale` c, which is then s,
-sqrt(c) times them.
+Positions count real tokens only; the queries of pads give 0. phi reads q and k as they are or, given a `scale` c, sqrt(c) times
+them, and then s = c.
 
 Zhang et al., 2024 (LoLCATs). O(N (window + m) D) time; a state of the window and an (m, Dv) sum.
 """
