@@ -192,7 +192,7 @@ def _meet(
     top = (log_mix.detach() + total.log()).masked_fill(~has_far, -math.inf).maximum(scores.detach().amax(-1, keepdim=True))
     top = top.masked_fill(top == -math.inf, 0)
     factor = (log_mix - top).masked_fill(~has_far, -math.inf).exp()
-    out = times((scores - top).exp() + pairs * factor, value) + sums * factor
+    out = times(torch.addcmul(scores.sub_(top).exp_(), pairs, factor), value).addcmul(sums, factor)
     out, divisor = out[..., :-1], out[..., -1:]
     out = out / divisor.masked_fill(divisor == 0, 1)
     return out.transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B, H, c C, Dv)

@@ -8,7 +8,8 @@ query head, as its logarithm. `window` counts as in `local`: a causal query sees
 Positions count real tokens only; the queries of pads give 0. phi reads q and k as they are or, given a `scale` c, sqrt(c) times
 them, and then s = c.
 
-Zhang et al., 2024 (LoLCATs). O(N (window + m) D) time; a state of the window and an (m, Dv) sum.
+Zhang et al., 2024 (LoLCATs). O(N (window + m) D) time; a state of the window and an (m, Dv) sum. How much of a result the
+window alone gives, `local` with the same window says.
 """
 
 from __future__ import annotations
