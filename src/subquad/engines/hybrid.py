@@ -79,11 +79,11 @@ class _Keys:
         phi, value = (x[:, :, start : start + chunks * size].unflatten(2, (chunks, size)) for x in (self.phi, self.value))
         return phi.mT @ value
 
-    def met_by(self, first: int, chunks: int, size: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What chunks meet: keys (B, K, c, D, W), phi (B, K, c, m, W), values (B, K, c, W, Dv + 1), real (B, 1, c, 1, 1, W)."""
+    def met_by(self, first: int, chunks: int, size: int, width: int) -> _Keys:
+        """The `width` keys that each chunk of `size` queries meets, as (B, K, c, W, ...) and real (B, c, W)."""
         rows = slice(first * size, (first + chunks - 1) * size + width)
-        key, phi, value = (x[:, :, rows].unfold(2, width, size) for x in (self.key, self.phi, self.value))
-        return key, phi, value.mT, self.real[:, rows].unfold(1, width, size)[:, None, :, None, None]
+        key, phi, value = (x[:, :, rows].unfold(2, width, size).mT for x in (self.key, self.phi, self.value))
+        return _Keys(key, phi, value, self.real[:, rows].unfold(1, width, size))
 
 
 def attend(
@@ -163,36 +163,36 @@ def _output(query: Tensor, keys: _Keys, S: Tensor, kernel: Kernel, is_causal: bo
     return torch.cat(outs, dim=2)[:, :, :length]
 
 
-def _meet(
-    query: Tensor, met: tuple[Tensor, Tensor, Tensor, Tensor], beyond: Tensor, steps: Tensor, kernel: Kernel, is_causal: bool
-) -> Tensor:
+def _meet(query: Tensor, keys: _Keys, beyond: Tensor, steps: Tensor, kernel: Kernel, is_causal: bool) -> Tensor:
     """Chunks of queries (B, H, c C, D), the keys that they meet, `steps` (C, W) away, and the sums of those beyond."""
-    key, phi, value, real = met
-    shape = (key.shape[1], -1), (key.shape[2], -1)  # (K, G) and (c, C)
+    size, shape = steps.shape[0], keys.key.shape[1:3]  # (K, c)
 
     def by_chunk(x: Tensor) -> Tensor:
-        return x.unflatten(2, shape[1]).unflatten(1, shape[0]).transpose(2, 3)  # (B, K, c, G, C, ...)
-
-    q, fq = by_chunk(query * kernel.scale), by_chunk(kernel.query(query))
+        return x.unflatten(2, (shape[1], -1)).unflatten(1, (shape[0], -1)).transpose(2, 3)  # (B, K, c, G, C, ...)
 
     def times(x: Tensor, y: Tensor) -> Tensor:
         return (x.flatten(3, 4) @ y).unflatten(3, x.shape[3:5])
 
-    near = steps.abs() <= kernel.window
-    far = ~near
+    near = (steps.abs() <= kernel.window) & keys.real[:, None, :, None, None]  # (B, 1, c, 1, C, W)
+    far = steps.abs() > kernel.window
+    phi, value = keys.phi, keys.value.contiguous()
     if is_causal:
         near, far = near & (steps >= 0), far & (steps > 0)
-    scores = times(q, key).masked_fill(~(near & real), -math.inf)  # (B, K, c, G, C, W)
-    pairs = times(fq, phi).masked_fill(~far, 0)
-    sums = times(fq, beyond)  # (B, K, c, G, C, Dv + 1)
+        phi, far = phi[..., :size, :], far[:, :size]  # further than the window before them lie none but the first C keys
 
-    log_mix = kernel.log_mix.to(q.dtype).reshape(shape[0])[:, None, :, None, None]  # (K, 1, G, 1, 1)
-    total = pairs.detach().sum(-1, keepdim=True) + sums.detach()[..., -1:]
-    has_far = total >= torch.finfo(total.dtype).tiny
-    top = (log_mix.detach() + total.log()).masked_fill(~has_far, -math.inf).maximum(scores.detach().amax(-1, keepdim=True))
+    fq = by_chunk(kernel.query(query))
+    pairs = times(fq, phi.contiguous().mT).masked_fill(~far, 0)
+    distant = times(pairs, value[..., : phi.shape[3], :]) + times(fq, beyond)  # (B, K, c, G, C, Dv + 1)
+    scores = times(by_chunk(query * kernel.scale), keys.key.contiguous().mT).masked_fill(~near, -math.inf)
+
+    total = distant.detach()[..., -1:]
+    is_there = total >= torch.finfo(total.dtype).tiny
+    log_mix = kernel.log_mix.to(total.dtype).reshape(shape[0], 1, -1, 1, 1)  # (K, 1, G, 1, 1)
+    top = (log_mix.detach() + total.log()).masked_fill(~is_there, -math.inf).maximum(scores.detach().amax(-1, keepdim=True))
     top = top.masked_fill(top == -math.inf, 0)
-    factor = (log_mix - top).masked_fill(~has_far, -math.inf).exp()
-    out = times(torch.addcmul(scores.sub_(top).exp_(), pairs, factor), value).addcmul(sums, factor)
+    factor = (log_mix - top).masked_fill(~is_there, -math.inf).exp()
+
+    out = times(scores.sub_(top).exp_(), value).addcmul(distant, factor)
     out, divisor = out[..., :-1], out[..., -1:]
     out = out / divisor.masked_fill(divisor == 0, 1)
     return out.transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B, H, c C, Dv)
