@@ -65,7 +65,7 @@ class _Keys:
     """Keys in a row, those that a state has kept in front."""
 
     key: Tensor  # (B, K, L, D)
-    phi: Tensor  # (B, K, L, m), 0 for what is no key
+    phi: Tensor  # (B, K, L, m), 0 for what is none
     value: Tensor  # (B, K, L, Dv + 1), with a column of ones
     real: Tensor  # (B, L) bool
 
@@ -150,22 +150,22 @@ def _output(query: Tensor, keys: _Keys, S: Tensor, kernel: Kernel, is_causal: bo
         after, _ = scan(torch.zeros_like(S), keys.sums(reach, chunks, size).flip(2), None)
         beyond = beyond + after.flip(2)
 
-    step = chunks
+    at_once = chunks
     if not is_recorded(query, keys.key, keys.phi, keys.value, S, kernel.log_mix) and not torch.compiler.is_compiling():
-        step = max(_PIECE // max(query.shape[0] * query.shape[1] * size * (size + reach), 1), 1)
-    steps = torch.arange(size, device=query.device)[:, None] + front - torch.arange(size + reach, device=query.device)  # i - j
+        at_once = max(_PIECE // max(query.shape[0] * query.shape[1] * size * (size + reach), 1), 1)
+    apart = torch.arange(size, device=query.device)[:, None] + front - torch.arange(size + reach, device=query.device)  # i - j
     outs = []
-    for first in range(0, chunks, step):
-        count = min(step, chunks - first)
+    for first in range(0, chunks, at_once):
+        count = min(at_once, chunks - first)
         part = query[:, :, first * size : (first + count) * size]
         met = keys.met_by(first, count, size, size + reach)
-        outs.append(_meet(part, met, beyond[:, :, first : first + count], steps, kernel, is_causal))
+        outs.append(_meet(part, met, beyond[:, :, first : first + count], apart, kernel, is_causal))
     return torch.cat(outs, dim=2)[:, :, :length]
 
 
-def _meet(query: Tensor, keys: _Keys, beyond: Tensor, steps: Tensor, kernel: Kernel, is_causal: bool) -> Tensor:
-    """Chunks of queries (B, H, c C, D), the keys that they meet, `steps` (C, W) away, and the sums of those beyond."""
-    size, shape = steps.shape[0], keys.key.shape[1:3]  # (K, c)
+def _meet(query: Tensor, keys: _Keys, beyond: Tensor, apart: Tensor, kernel: Kernel, is_causal: bool) -> Tensor:
+    """Chunks of queries (B, H, c C, D), the keys that they meet, `apart` (C, W) their i - j, and the sums of those beyond."""
+    size, shape = apart.shape[0], keys.key.shape[1:3]  # (K, c)
 
     def by_chunk(x: Tensor) -> Tensor:
         return x.unflatten(2, (shape[1], -1)).unflatten(1, (shape[0], -1)).transpose(2, 3)  # (B, K, c, G, C, ...)
@@ -173,11 +173,11 @@ def _meet(query: Tensor, keys: _Keys, beyond: Tensor, steps: Tensor, kernel: Ker
     def times(x: Tensor, y: Tensor) -> Tensor:
         return (x.flatten(3, 4) @ y).unflatten(3, x.shape[3:5])
 
-    near = (steps.abs() <= kernel.window) & keys.real[:, None, :, None, None]  # (B, 1, c, 1, C, W)
-    far = steps.abs() > kernel.window
+    near = (apart.abs() <= kernel.window) & keys.real[:, None, :, None, None]  # (B, 1, c, 1, C, W)
+    far = apart.abs() > kernel.window
     phi, value = keys.phi, keys.value.contiguous()
     if is_causal:
-        near, far = near & (steps >= 0), far & (steps > 0)
+        near, far = near & (apart >= 0), far & (apart > 0)
         phi, far = phi[..., :size, :], far[:, :size]  # further than the window before them lie none but the first C keys
 
     fq = by_chunk(kernel.query(query))
