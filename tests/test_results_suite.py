@@ -227,12 +227,12 @@ def test_the_best_comes_first_with_its_cost_beside_softmax(tables):
     [table] = cells.TABLES
     learned = {"peak_bytes": 2**29, "test": {"accuracy": 0.75, "loss": 1.0}}
     lines = shown(table, {}, learned, times=timed(table, softmax=500.0, linear=250.0, local=400.0))
-    head = "| method | accuracy | loss | step time | of `softmax`'s time | peak memory | of `softmax`'s memory | parameters | minutes |"
+    head = "| method | accuracy | loss | step time | of `softmax`'s time | peak memory | of `softmax`'s memory | parameters | minutes | options |"
     first = lines.index(head) + 2
     assert lines[first : first + 3] == [
-        "| `linear` | 75.0% | 1 | 250 ms | 0.50 (0.40 to 0.60) | 512 MiB | 0.50 | 1,000 | 1.5 |",
-        "| `softmax` | 50.0% | 1.5 | 500 ms | 1 | 1 GiB | 1.00 | 1,000 | 1.5 |",
-        "| `local` | not run yet |  |  |  |  |  |  |  |",
+        "| `linear` | 75.0% | 1 | 250 ms | 0.50 (0.40 to 0.60) | 512 MiB | 0.50 | 1,000 | 1.5 |  |",
+        "| `softmax` | 50.0% | 1.5 | 500 ms | 1 | 1 GiB | 1.00 | 1,000 | 1.5 |  |",
+        "| `local` | not run yet |  |  |  |  |  |  |  |  |",
     ]
     where = "P, 2 cores, 1 thread, S, PyTorch 1, Python 3"
     assert f"- Trained on: {where}; 2 trainings side by side; commit abc1234." in lines
@@ -240,15 +240,24 @@ def test_the_best_comes_first_with_its_cost_beside_softmax(tables):
     assert f"- Step times: `{line}`, on {where}; commit abc1234." in lines
 
 
+def test_options_fit_the_length_and_stand_in_the_table_and_in_the_command(tables):
+    tables(replace(SHORT, methods=("softmax", "local"), given={**SHORT.given, "length": 64}))
+    [table] = cells.TABLES
+    _, row = table.rows()
+    assert row.cells[0].config == sq.Local(window=8)
+    assert " ".join(row.cells[0].command()).endswith("--method-option local.window=8 --threads 1")
+    assert any(line.startswith("| `local` |") and line.endswith("| window=8 |") for line in shown(table, {}, {}))
+
+
 def test_without_times_the_page_says_how_to_measure_them(tables):
     tables(replace(SHORT, methods=("softmax", "linear")))
     [table] = cells.TABLES
-    assert "| `softmax` | 50.0% | 1.5 | - | - | 1 GiB | 1.00 | 1,000 | 1.5 |" in shown(table, {})
+    assert "| `softmax` | 50.0% | 1.5 | - | - | 1 GiB | 1.00 | 1,000 | 1.5 |  |" in shown(table, {})
     line = "`python benchmarks/results.py --times --only short`"
     assert f"- Step times are not measured yet: {line}." in shown(table)
     before = timed(replace(table, given={**table.given, "dim": 16}), softmax=500.0, linear=250.0)
     lines = shown(table, {}, times=before)
-    assert "| `softmax` | 50.0% | 1.5 | - | - | 1 GiB | 1.00 | 1,000 | 1.5 |" in lines
+    assert "| `softmax` | 50.0% | 1.5 | - | - | 1 GiB | 1.00 | 1,000 | 1.5 |  |" in lines
     assert f"- Some step times are of other settings, and not shown: {line}." in lines
 
 
@@ -289,7 +298,7 @@ def test_nothing_to_train_is_said(capsys, tmp_path):
 def test_reasons_do_not_break_the_table(tables):
     tables(SHORT)
     lines = shown(cells.TABLES[0], {"status": "diverged", "why": "the loss | is nan at step 3;\nmore in /some/where"})
-    assert "| `softmax` | diverged: the loss \\| is nan at step 3 |  |  |  |  |  |  |  |" in lines
+    assert "| `softmax` | diverged: the loss \\| is nan at step 3 |  |  |  |  |  |  |  |  |" in lines
 
 
 def test_a_record_of_other_settings_is_not_used(tables):

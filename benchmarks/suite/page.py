@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.common import markdown, on
 from benchmarks.suite import cells, records, times
 from benchmarks.suite.cells import Row, Table
+from benchmarks.suite.options import different
 from benchmarks.suite.records import Saved
 from benchmarks.suite.times import Timed
 from subquad.report import figures
@@ -97,6 +98,7 @@ def _columns(table: Table, base: Filled) -> dict[str, Column]:
     if not table.is_trained:
         steps = table.settings.steps or 0
         return {**step, f"{steps:,} steps, projected": lambda row: _timed(row, lambda s: f"{s * steps / 60:,.0f} min")}
+    options = {} if table.variants else {"options": _options}
     return {
         metric: lambda row: _scores(row, metric),
         "loss": lambda row: _scores(row, "loss"),
@@ -105,7 +107,12 @@ def _columns(table: Table, base: Filled) -> dict[str, Column]:
         f"{first}'s memory": lambda row: _ratio(row, base, "peak_bytes"),
         "parameters": lambda row: _shown(row.median("parameters"), "{:,.0f}".format),
         "minutes": lambda row: _shown(row.median("seconds"), lambda seconds: f"{seconds / 60:.1f}"),
+        **options,
     }
+
+
+def _options(row: Filled) -> str:
+    return ", ".join(f"{name}={value}" for name, value in different(row.row.cells[0].config).items())
 
 
 def _mean(row: Filled, figure: str) -> float:
@@ -149,7 +156,10 @@ def _under(table: Table, done: Sequence[Saved], timed: Timed | None) -> list[str
     seeds = ", ".join(map(str, table.seeds))
     lines = [f"Settings: {_settings(table.settings)}; seed{'s' if len(table.seeds) > 1 else ''} {seeds}."]
     if table.is_trained:
-        lines.append(f"The command of a row: `{line}`; of the table: `python benchmarks/results.py --only {table.name}`.")
+        fitted = "" if table.variants else ", its options as `--method-option name=value`"
+        lines.append(
+            f"The command of a row: `{line}`{fitted}; of the table: `python benchmarks/results.py --only {table.name}`."
+        )
     else:
         lines.append(f"Projected: the time of a step, times the steps of `{line}`.")
     where: dict[str, list[str]] = {}
