@@ -10,7 +10,7 @@ import subquad as sq
 ROOT = Path(sq.__file__).parent
 # A module may import from the layers before its own, and from its own.
 LAYERS = [
-    {"errors", "masks", "rotary", "reference", "recomputation", "files"},
+    {"errors", "masks", "rotary", "reference", "recomputation", "files", "pretrained"},
     {"state"},
     {"engines"},
     {"mechanisms"},
@@ -19,6 +19,7 @@ LAYERS = [
     {"layer"},
     {"__init__"},
     {"models"},
+    {"conversion"},
     {"bench"},
     {"tasks"},
     {"training"},
