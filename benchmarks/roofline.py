@@ -91,9 +91,12 @@ def operations(method: str, length: int, is_causal: bool) -> float:
     config: Any = resolve_at(method, length)
     engine = config.info.engine
     if engine == "kernelized":
-        directions = getattr(config, "features", 0)
-        features = 2 * directions if method == "rfa" else directions or HEAD_DIM
+        directions = HEAD_DIM if method == "hedgehog" else getattr(config, "features", 0)
+        features = 2 * directions if method in ("rfa", "hedgehog") else directions or HEAD_DIM
         return float(HEADS * length * 4 * (directions + features) * HEAD_DIM)  # maps; into the sums, and out of them
+    if method == "hybrid":  # the window, and hedgehog beyond it
+        near = 1 + config.window * (1 if is_causal else 2)
+        return float(4 * HEADS * length * (min(near, length) + 3 * HEAD_DIM) * HEAD_DIM)
     if method == "clustered":  # codes, attention of the centroids, and what each query sees anew; k-means counts bits
         return float(HEADS * length * HEAD_DIM * (2 * config.bits + 4 * config.clusters + 4 * config.topk))
     if method == "pooled":

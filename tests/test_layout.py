@@ -59,9 +59,9 @@ def test_the_reference_imports_nothing_that_it_checks():
 def test_public_names():
     assert sorted(sq.__all__) == sorted(
         [
-            "Attention", "BigBird", "Clustered", "Config", "Efficient", "Induced", "Info", "InputError", "Linear",
+            "Attention", "BigBird", "Clustered", "Config", "Efficient", "Hedgehog", "Hybrid", "Induced", "Info", "InputError", "Linear",
             "Linformer", "Local", "Longformer", "Mechanism", "MissingExtraError", "Nystrom", "OptionError", "Performer",
-            "Plain", "Pooled", "RFA", "Reformer", "Routing", "SVD", "Softmax", "SparseFixed", "SparseStrided", "State",
+            "Plain", "Pooled", "RFA", "Reformer", "Routing", "SVD", "Softmax", "SparseFixed", "SparseStrided", "State", "T2R",
             "StateError", "SubquadError", "Taylor", "UnknownMethodError", "UnsupportedError", "__version__", "attention",
             "info", "methods", "why_not",
         ]

@@ -11,14 +11,16 @@ from subquad.registry import _table, require
 
 
 def test_methods():
-    kernelized = ["linear", "taylor", "plain", "efficient", "performer", "rfa"]
+    kernelized = ["linear", "taylor", "plain", "efficient", "performer", "rfa", "hedgehog", "t2r"]
     sparse = ["local", "sparse_strided", "sparse_fixed", "longformer", "bigbird"]
     bucketed, low_rank = ["reformer", "routing", "clustered"], ["linformer", "nystrom", "pooled", "induced", "svd"]
-    assert sq.methods() == ["softmax", *kernelized, *sparse, *bucketed, *low_rank]
+    assert sq.methods() == ["softmax", *kernelized, "hybrid", *sparse, *bucketed, *low_rank]
     assert sq.methods(attn_mask=True) == ["softmax"]
     assert sq.methods(global_mask=True) == ["longformer"]
-    assert set(sq.methods()) - set(sq.methods(functional=True)) == {"rfa", "linformer", "induced"}
-    causal = ["softmax", *kernelized, "local", "longformer", "bigbird", "reformer", "routing", "pooled"]
+    assert set(sq.methods()) - set(sq.methods(functional=True)) == {
+        "rfa", "hedgehog", "t2r", "hybrid", "linformer", "induced",
+    }  # fmt: skip
+    causal = ["softmax", *kernelized, "hybrid", "local", "longformer", "bigbird", "reformer", "routing", "pooled"]
     assert sq.methods(is_causal=True) == sq.methods(is_causal=True, decode=True) == causal
     assert sq.methods(cross=True) == ["softmax", *kernelized, "clustered", "linformer", "induced"]
     assert set(sq.methods(cross=True)) - set(sq.methods(decoder_cross=True)) == {"clustered"}
@@ -53,7 +55,7 @@ def test_a_refusal_does_not_send_back_to_the_refused_options():
 def test_records_are_complete_and_frozen(name):
     info = sq.info(name)
     assert info.name == name
-    assert info.engine in {"dense", "kernelized", "block_sparse", "bucketed", "low_rank"}
+    assert info.engine in {"dense", "kernelized", "hybrid", "block_sparse", "bucketed", "low_rank"}
     assert all([info.idea, info.paper, info.time, info.memory])
     assert "\n" not in info.idea
     assert bool(info.state) == ("decode" in info.supports)

@@ -30,3 +30,8 @@ def real_first(key_padding_mask: Tensor) -> tuple[Tensor, Tensor]:
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     """The tokens `index` (B, m) of x (B, H, M, D)."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+
+
+def put_back(x: Tensor, index: Tensor) -> Tensor:
+    """What `take_tokens` with a permutation did, undone."""
+    return torch.zeros_like(x).scatter(2, index[:, None, :, None].expand_as(x), x)

@@ -35,7 +35,7 @@ def test_one_graph_for_all_batch_sizes(case):
         run = compiled(case, is_causal, backend, heads=1)
         graphs.clear()
         for batch in (2, 3, 5):
-            x = inputs(130 if case.info.engine == "kernelized" else 70, batch=batch, heads=1)
+            x = inputs(130 if case.info.engine in ("kernelized", "hybrid") else 70, batch=batch, heads=1)
             for t in x:
                 torch._dynamo.mark_dynamic(t, 0)
             assert_close(run(*x), case.run(x, is_causal=is_causal))

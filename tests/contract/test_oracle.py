@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from subquad.engines import clustered, kernelized, tiles
+from subquad.engines import clustered, hybrid, kernelized, tiles
 from tests.harness import HEADS, ROUNDING, SIZES, VALUE_DIM, Inputs, assert_close, every_case, inputs
 
 
@@ -14,6 +14,7 @@ def pieces(request, monkeypatch):
         monkeypatch.setattr(kernelized, "_ROWS", 1)
         monkeypatch.setattr(tiles, "_PIECE", 1)
         monkeypatch.setattr(clustered, "_PIECE", 1)
+        monkeypatch.setattr(hybrid, "_PIECE", 1)
 
 
 @every_case

@@ -24,9 +24,12 @@ def test_no_tensor_of_size_n_m_dv(case, is_causal, grad):
         out = module(q, k, v, is_causal=is_causal)
         if grad:
             out.sum().backward()
-    features = 2 * getattr(case.config, "features", dim)
-    # A recorded graph takes the sequence whole: then the features, or the products inside chunks, are the largest.
-    piece = n * max(CHUNK, features) if grad else max(kernelized._PIECE, kernelized._ROWS * features) * CHUNK / dim
+    directions = getattr(case.config, "features", dim)
+    features = 2 * directions
+    # A recorded graph takes the sequence whole: then the features, or the products inside chunks, are the largest. A piece of it
+    # is of so many features: the fewer a token has, the more tokens, each with its products.
+    rows = max(kernelized._PIECE, kernelized._ROWS * features) / min(dim, directions)
+    piece = n * max(CHUNK, features) if grad else rows * CHUNK
     assert largest.numel <= piece
 
 

@@ -113,8 +113,8 @@ def test_reset_starts_over():
     assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
 
 
-@every([method for method in DECODABLE if method.info.engine == "kernelized"])
-def test_a_kernelized_cache_keeps_its_size(method):
+@every([method for method in DECODABLE if method.info.engine in ("kernelized", "hybrid")])
+def test_a_cache_of_sums_keeps_its_size(method):
     model = causal_lm(method)
     sizes = {fed(model, tokens(2, length)[0]).nbytes for length in (1, 7, 64, 300)}
     assert len(sizes) == 1

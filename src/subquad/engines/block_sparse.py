@@ -21,7 +21,7 @@ from subquad.engines import dense, store, tiles
 from subquad.engines.key_sets import KeySet, Tokens, seen_by_all
 from subquad.engines.segments import Segments
 from subquad.engines.tensors import is_recorded
-from subquad.masks import real_first, take_tokens, zero_pads
+from subquad.masks import put_back, real_first, take_tokens, zero_pads
 from subquad.state import Parts
 
 Globals = tuple[Tensor, Tensor]  # positions (B or 1, g), and which of them are there (B or 1, g)
@@ -93,7 +93,7 @@ def _whole(query: Tensor, key: Tensor, value: Tensor, layout: Layout, mask: Tens
     if layout.globals is not None:
         out = _write_rows(out, query, key, value, layout, mask, scale)
     if order is not None and mask is not None:
-        out = _ungather(out.masked_fill(~mask[:, None, :, None], 0), order)
+        out = put_back(out.masked_fill(~mask[:, None, :, None], 0), order)
     return out.to(query.dtype)
 
 
@@ -258,8 +258,3 @@ def _select(query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> tuple[Te
 def _unselect(outs: Sequence[Tensor], layout: Layout) -> Tensor:
     order = [head for heads, _ in layout.groups for head in heads or ()]
     return torch.cat(list(outs), dim=1)[:, [order.index(head) for head in range(len(order))]]
-
-
-def _ungather(x: Tensor, index: Tensor) -> Tensor:
-    """What `take_tokens` with a permutation did, undone."""
-    return torch.zeros_like(x).scatter(2, index[:, None, :, None].expand_as(x), x)

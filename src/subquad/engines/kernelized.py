@@ -284,7 +284,7 @@ def _absorb(keys: _Keys, kernel: Kernel, sums: Sums) -> None:
     weights = keys.weights(keys.value.shape[2], sums.get("level"), causal=False)
     if weights.level is not None:
         sums["level"] = weights.level
-    _, sums["S"] = _scan(sums["S"], weights.sums(keys.value.unsqueeze(2)), weights.decay)
+    _, sums["S"] = scan(sums["S"], weights.sums(keys.value.unsqueeze(2)), weights.decay)
     if "count" in sums:
         sums["count"] = sums["count"] + keys.count().sum(-2, keepdim=True)
 
@@ -306,7 +306,7 @@ def _causal_piece(query: Tensor, keys: _Keys, kernel: Kernel, sums: Sums) -> Ten
     grouped = query.unflatten(2, (-1, weights.chunk)).unflatten(1, (value.shape[1], -1)).transpose(2, 3)  # (B, K, c, G, C, D)
     fq = kernel.query(kernel.projected(grouped.flatten(2, 4))).unflatten(2, grouped.shape[2:5])  # (B, K, c, G, C, m)
 
-    S, sums["S"] = _scan(sums["S"], weights.sums(value), weights.decay)  # (B, K, c, m, Dv + 1): as each chunk finds it
+    S, sums["S"] = scan(sums["S"], weights.sums(value), weights.decay)  # (B, K, c, m, Dv + 1): as each chunk finds it
     if weights.level is not None:
         sums["level"] = weights.level
     if kernel.normalizer == "channel":
@@ -324,7 +324,7 @@ def _causal_piece(query: Tensor, keys: _Keys, kernel: Kernel, sums: Sums) -> Ten
     return _normalize(out, count, kernel).transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B, H, n, Dv)
 
 
-def _scan(total: Tensor, added: Tensor, decay: Tensor | None) -> tuple[Tensor, Tensor]:
+def scan(total: Tensor, added: Tensor, decay: Tensor | None) -> tuple[Tensor, Tensor]:
     """`total <- decay total + added`, chunk by chunk: the totals before each chunk (B, K, c, m, Dv + 1), and after the last."""
     totals = []
     decays = [None] * added.shape[2] if decay is None else decay.mT.unbind(2)

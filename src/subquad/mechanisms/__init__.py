@@ -4,6 +4,8 @@ from subquad.mechanisms.base import NEEDS, Call, Config, Info, Spec
 from subquad.mechanisms.bigbird import BigBird
 from subquad.mechanisms.clustered import Clustered
 from subquad.mechanisms.efficient import Efficient
+from subquad.mechanisms.hedgehog import Hedgehog
+from subquad.mechanisms.hybrid import Hybrid
 from subquad.mechanisms.induced import Induced
 from subquad.mechanisms.linear import Linear
 from subquad.mechanisms.linformer import Linformer
@@ -20,6 +22,7 @@ from subquad.mechanisms.softmax import Softmax
 from subquad.mechanisms.sparse_fixed import SparseFixed
 from subquad.mechanisms.sparse_strided import SparseStrided
 from subquad.mechanisms.svd import SVD
+from subquad.mechanisms.t2r import T2R
 from subquad.mechanisms.taylor import Taylor
 
 # Registering a mechanism is adding it here.
@@ -31,6 +34,9 @@ MECHANISMS: tuple[type[Config], ...] = (
     Efficient,
     Performer,
     RFA,
+    Hedgehog,
+    T2R,
+    Hybrid,
     Local,
     SparseStrided,
     SparseFixed,
@@ -51,11 +57,14 @@ __all__ = [
     "NEEDS",
     "RFA",
     "SVD",
+    "T2R",
     "BigBird",
     "Call",
     "Clustered",
     "Config",
     "Efficient",
+    "Hedgehog",
+    "Hybrid",
     "Induced",
     "Info",
     "Linear",

@@ -37,9 +37,9 @@ class Linear(Kernelized):
     info: ClassVar[Info] = INFO
 
     def kernel(self, call: Call) -> Kernel:
-        return Kernel(query=_phi, key=lambda x: (_phi(x), None), features=call.key.shape[-1], compiled=Map("elu"))
+        return Kernel(query=phi, key=lambda x: (phi(x), None), features=call.key.shape[-1], compiled=Map("elu"))
 
 
-def _phi(x: Tensor) -> Tensor:
+def phi(x: Tensor) -> Tensor:
     # elu(x) + 1, without the rounding of (e^x - 1) + 1 that makes small features 0
     return x.relu() + x.clamp(max=0).exp_()

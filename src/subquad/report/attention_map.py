@@ -27,7 +27,7 @@ MAX_LENGTH = 4096
 _CHOOSING = ("dense", "block_sparse", "bucketed")
 _READS_NO_INPUT = ("dense", "block_sparse")
 # Long enough for the default options to leave something out.
-_LENGTHS = {"dense": 1024, "block_sparse": 1024, "bucketed": 256, "low_rank": 256}
+_LENGTHS = {"dense": 1024, "block_sparse": 1024, "bucketed": 256, "low_rank": 256, "hybrid": 256}
 
 
 @dataclass(frozen=True, eq=False)

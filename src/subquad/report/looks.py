@@ -18,6 +18,7 @@ _SHADES: dict[str, dict[Mode, tuple[str, str, str]]] = {
     "block_sparse": {"light": ("#c24e00", "#7a2e00", "#d2701a"), "dark": ("#f0954a", "#fbcb9c", "#d66f1e")},
     "bucketed": {"light": ("#00795a", "#00402f", "#2c9776"), "dark": ("#2fc79b", "#97e8cf", "#1c9c78")},
     "low_rank": {"light": ("#9e3c7c", "#5a1a4b", "#c0649f"), "dark": ("#e28dc0", "#f6c9e4", "#c2609c")},
+    "hybrid": {"light": ("#6a4fc4", "#3c2a80", "#8a74d6"), "dark": ("#a993f5", "#d5c9fb", "#8570de")},
     "": {"light": ("#6b6b6b", "#8a7400", "#4d4d4d"), "dark": ("#b0b0b0", "#d6c34a", "#dddddd")},
 }
 _BASELINE: dict[Mode, str] = {"light": "#111111", "dark": "#ffffff"}

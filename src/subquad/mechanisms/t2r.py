@@ -1,0 +1,51 @@
+"""T2R, transformer to RNN: rectified features of a learned projection.
+
+    o_i = phi(q_i) sum_j phi(k_j) v_j^T / (phi(q_i) . sum_j phi(k_j)),    phi(x) = relu(x W + b)
+
+W (D, m) and b (m,) are learned, for each query head and for the keys of each key-value head; both start from the same. Kasai et
+al., 2021. O((N + M) m D) time, an (m, Dv) state. x is q or k as it is or, given a `scale` c, sqrt(c) times it. A query whose
+features are all 0, or meet none of the keys', gives 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from subquad.mechanisms.base import Info
+from subquad.mechanisms.feature_maps import FEATURES, FeatureMap, Mapped, T2RMap, functional
+from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, refuses
+
+INFO = Info(
+    name="t2r",
+    engine="kernelized",
+    idea="relu of a learned projection as features, few of them, to turn a pretrained transformer into a recurrent network",
+    paper="Kasai et al., 2021, Finetuning Pretrained Transformers into RNNs, arXiv:2103.13076",
+    replaces_softmax=True,
+    time=TIME,
+    memory=MEMORY,
+    state=STATE,
+    parameters="the projections of queries and keys, with biases",
+    refuses=refuses(functional=functional("t2r", "T2R", "its maps")),
+    small={"features": 7},
+    variants=({"features": 3},),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class T2R(Mapped):
+    """Attention by rectified features.
+
+    Args:
+        features: m, how many there are; 32 in the paper.
+    """
+
+    info: ClassVar[Info] = INFO
+    features: int = FEATURES
+
+    def __post_init__(self) -> None:
+        self._require_count("features")
+
+    @property
+    def feature_map(self) -> FeatureMap:
+        return T2RMap(self.features)
