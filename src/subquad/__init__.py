@@ -57,7 +57,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'subquad' has no attribute {name!r}")
 
 
-_LATER = {"advise": "subquad.bench", "convert": "subquad.conversion", "revert": "subquad.conversion"}
+_LATER = {
+    "advise": "subquad.bench",
+    "convert": "subquad.conversion",
+    "diagnose": "subquad.conversion",
+    "revert": "subquad.conversion",
+}
 _watch()
 
 __all__ = [

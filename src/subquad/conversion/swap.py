@@ -104,11 +104,15 @@ def install(model: PreTrainedModel, conversion: Record) -> None:
     lets_generate(model)
 
 
-def mechanisms(model: PreTrainedModel) -> dict[str, Mechanism]:
-    """The mechanism of each converted site by the site's name; those that stayed softmax are left out."""
+def every_mechanism(model: PreTrainedModel) -> dict[str, Mechanism]:
+    """The mechanism of each site, by the site's name."""
     records.of(model)
-    found = {site.name: getattr(site.module, NAME) for site in sites(model)}
-    return {name: mechanism for name, mechanism in found.items() if not mechanism.config.info.exact}
+    return {site.name: getattr(site.module, NAME) for site in sites(model)}
+
+
+def mechanisms(model: PreTrainedModel) -> dict[str, Mechanism]:
+    """As `every_mechanism`, without those that are softmax."""
+    return {name: mechanism for name, mechanism in every_mechanism(model).items() if not mechanism.config.info.exact}
 
 
 def _own_config(model: PreTrainedModel) -> None:
