@@ -2,28 +2,31 @@
 
     python benchmarks/docs.py
 
-Each table stands between two marks, the first of which names its JSON file.
+Each table stands between two marks, the first of which names its JSON file; the step times of docs/results.md come from
+benchmarks/times.json, where it is there.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks import engines, peers, roofline, steps
-from benchmarks.suite import page
+from benchmarks.suite import page, times
 from subquad import files
 
 Sections = Mapping[str, Callable[[dict[str, Any]], str]]
 ROOT = Path(__file__).parents[1]
 PERFORMANCE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "results.md"
+TIMES = times.beside(ROOT / "benchmarks" / "results.json")
 SECTIONS: dict[Path, Sections] = {
     PERFORMANCE: {"peers": peers.section, "roofline": roofline.section, "growth": engines.section, "steps": steps.section},
-    RESULTS: {"results": page.section},
+    RESULTS: {"results": lambda found: page.section(found, times.read(TIMES))},
 }
 
 
@@ -39,6 +42,12 @@ def filled(path: Path, sections: Sections, folder: Path = ROOT / "benchmarks") -
     return text
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     for path, sections in SECTIONS.items():
         files.write(path, filled(path, sections).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@
     python benchmarks/results.py --list                                 # the cells, how far each is, and what it will take
     python benchmarks/results.py --only cifar10,recall --minutes 60     # a sitting of an hour
     python benchmarks/results.py --methods linear,softmax --jobs 1
+    python benchmarks/results.py --times                                # the step times, when nothing else runs
 
 A cell is one training, `subquad train` with one method on one thread; `suite/cells.py` declares them. Two run side by side,
 each in a process and a folder of its own. What is finished is never run again; what was stopped goes on from its checkpoint:
@@ -13,6 +14,10 @@ steps before. What fails is recorded with the reason, and tried again by the nex
 After every cell its record is written to benchmarks/results.json, and the page is made from that. Records whose settings are
 not those declared now are not used: their cells are run again. Data comes from --data or SUBQUAD_DATA, or else from its public
 source.
+
+With --times nothing is trained. All rows of a table take steps in turns, in this process, and the page has those times, with
+ratios by round: see suite/times.py. A table is written to times.json beside results.json when it is done; started again, only
+what is missing is measured.
 """
 
 from __future__ import annotations
@@ -32,9 +37,9 @@ from subquad.cli_parts import Bar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks import docs
-from benchmarks.common import new_table
-from benchmarks.suite import cells, page
-from benchmarks.suite.cells import Cell
+from benchmarks.common import command, new_table
+from benchmarks.suite import cells, page, records, times
+from benchmarks.suite.cells import Cell, Table
 from benchmarks.suite.records import Saved
 from benchmarks.suite.sitting import Sitting
 
@@ -57,10 +62,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="cells side by side (2)")
     parser.add_argument("--data", help="folder with local copies of data; by default SUBQUAD_DATA, or the public source")
     parser.add_argument("--list", action="store_true", help="print the cells, their state and expected minutes, and run none")
+    parser.add_argument("--times", action="store_true", help="measure the time of a step rather than train")
+    parser.add_argument("--rounds", type=int, default=25, help="with --times: steps of each row (25)")
+    parser.add_argument("--again", action="store_true", help="with --times: also the tables that have been measured")
     parser.add_argument("--out", type=Path, default=Path("subquad-results"), help="folder of the trainings (subquad-results)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of the records (benchmarks/results.json)")
     parser.add_argument("--page", type=Path, default=docs.RESULTS, help="file of the page (docs/results.md)")
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
+    options.command = command(__file__, given)
     names = [table.name for table in cells.TABLES]
     options.only, options.methods = (
         [word.strip() for word in text.split(",") if word.strip()] for text in (options.only, options.methods)
@@ -71,8 +81,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for word in options.methods:
         if word not in sq.methods():
             parser.error(f"--methods are of {', '.join(sq.methods())}; got {word}")
-    if options.jobs < 1:
-        parser.error(f"--jobs is a whole number of at least 1; got {options.jobs}")
+    for name in ("jobs", "rounds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is a whole number of at least 1; got {getattr(options, name)}")
+    if options.times and (options.methods or options.list):
+        parser.error("--times measures all rows of a table in turns; leave --methods and --list out")
     if options.minutes is not None and not options.minutes > 0:
         parser.error(f"--minutes is a number above 0; got {options.minutes}")
     for path in (options.results, options.page):
@@ -84,9 +97,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """The exit code: 1 where a cell has failed, 130 after Ctrl-C."""
     tables = [t for t in cells.TABLES if not options.only or any(_is_named(t.name, word) for word in options.only)]
-    chosen = cells.selected(tables, options.methods)
     console = Console(highlight=False)
     bar = Bar()
+    if options.times:
+        return _time_steps(console, bar, tables, options)
+    chosen = cells.selected(tables, options.methods)
+    if not chosen:
+        raise sq.InputError("nothing is trained for these tables and methods. Step times are measured with --times.")
     sitting = Sitting(
         chosen, options.out, options.results, options.jobs, options.data, options.minutes,
         ended=partial(_tell, console, options), show=partial(_show, bar),
@@ -109,12 +126,44 @@ def run(options: argparse.Namespace) -> int:
     return 130 if is_stopped else int(any(record["status"] != "done" for record in sitting.found.values()))
 
 
+def _time_steps(console: Console, bar: Bar, tables: Sequence[Table], options: argparse.Namespace) -> int:
+    """The exit code: 1 where a row was left out, 130 after Ctrl-C."""
+    path = times.beside(options.results)
+    if not options.results.exists():
+        records.save(options.results, {})
+    is_whole = True
+    with bar:
+        for table in tables:
+            if not options.again and times.is_measured(table, times.read(path).get(table.name), options.rounds):
+                console.print(f"{table.name}: measured before")
+                continue
+            show = partial(_show_rounds, bar, table)
+            try:
+                timed = times.measure(table, options.rounds, options.data, options.command, show)
+            except KeyboardInterrupt:
+                return 130
+            times.merge(path, table, timed)
+            _write_page(options)
+            is_whole &= not timed["left_out"]
+            console.print(f"{table.name}: {len(timed['rows'])} rows, {timed['rounds']} rounds")
+            for label, why in timed["left_out"].items():
+                console.print(f"{table.name}/{label}: left out: {why}", markup=False, soft_wrap=True)
+    console.print(f"Written: {path}, {options.page}", soft_wrap=True)
+    return int(not is_whole)
+
+
+def _show_rounds(bar: Bar, table: Table, done: int, count: int) -> None:
+    bar.show(f"{table.name}, round {done} of {count}", done / count, "")
+
+
 def _is_named(table: str, word: str) -> bool:
     return table == word or table.startswith(f"{word}-")
 
 
 def _write_page(options: argparse.Namespace) -> None:
-    text = docs.filled(options.page, {options.results.stem: page.section}, options.results.parent)
+    timed = times.read(times.beside(options.results))
+    section = {options.results.stem: lambda found: page.section(found, timed)}
+    text = docs.filled(options.page, section, options.results.parent)
     files.write(options.page, text.encode())
 
 

@@ -10,7 +10,7 @@ import subquad as sq
 ROOT = Path(sq.__file__).parent
 # A module may import from the layers before its own, and from its own.
 LAYERS = [
-    {"errors", "masks", "rotary", "reference", "recomputation", "files", "pretrained"},
+    {"errors", "extras", "files", "masks", "pretrained", "recomputation", "reference", "rotary"},
     {"state"},
     {"engines"},
     {"mechanisms"},

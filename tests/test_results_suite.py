@@ -11,16 +11,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from benchmarks import results
-from benchmarks.suite import cells, page, records, sitting
+from benchmarks.suite import cells, page, records, sitting, times
 from benchmarks.suite.cells import Table
 from typer.testing import CliRunner
 
 import subquad as sq
 from subquad import training
 from subquad.cli import app
+from subquad.tasks.rows import length
 from subquad.training import Results, checkpoints
-from subquad.training.plan import Plan, configured, options_of, place
+from subquad.training.data import Batches, loader
+from subquad.training.plan import Plan, configured, named, options_of, place
+from subquad.training.run import deterministic, quiet
+from tests.training.weights import equal, last
 
 SMALL = {"layers": 1, "dim": 8, "heads": 2, "batch": 4}
 SHORT = Table(
@@ -197,24 +202,63 @@ def made(cell, **figures):
     return {**found, "machine": machine, **cell.identity(), **figures}
 
 
-def shown(table, *rows):
+def timed(table, **milliseconds):
+    """Times, as if the table had been measured."""
+    rows = {row.label: row.cells[0] for row in table.rows()}
+    first = milliseconds[next(iter(rows))]
+    figures = {
+        label: {"milliseconds": own, "of_base": own / first, "of_base_80_percent": [own / first - 0.1, own / first + 0.1]}
+        for label, own in milliseconds.items()
+    }
+    machine = {"processor": "P", "cores": 2, "threads": 1, "system": "S", "torch": "1", "python": "3", "commit": "abc1234"}
+    saved = {label: {**rows[label].identity(), **figure} for label, figure in figures.items()}
+    return {"machine": machine, "rounds": 25, "rows": saved, "left_out": {}}
+
+
+def shown(table, *rows, times=None):
     """The lines of the table with what is given for its cells."""
     every = [cell for row in table.rows() for cell in row.cells]
     saved = {cell.name: made(cell, **row) for cell, row in zip(every, rows, strict=False)}
-    return page.section({"records": saved}).splitlines()
+    return page.section({"records": saved}, {table.name: times} if times else {}).splitlines()
 
 
 def test_the_best_comes_first_with_its_cost_beside_softmax(tables):
     tables(replace(SHORT, methods=("softmax", "linear", "local")))
-    lines = shown(cells.TABLES[0], {}, {"step_seconds": 0.25, "peak_bytes": 2**29, "test": {"accuracy": 0.75, "loss": 1.0}})
-    head = "| method | accuracy | loss | step time | of `softmax`'s time | peak memory | of `softmax`'s memory | parameters | minutes |"
+    [table] = cells.TABLES
+    learned = {"peak_bytes": 2**29, "test": {"accuracy": 0.75, "loss": 1.0}}
+    lines = shown(table, {}, learned, times=timed(table, softmax=500.0, linear=250.0, local=400.0))
+    head = "| method | accuracy | loss | step time | of `softmax`'s time | peak memory | of `softmax`'s memory | parameters | minutes | options |"
     first = lines.index(head) + 2
     assert lines[first : first + 3] == [
-        "| `linear` | 75.0% | 1 | 250 ms | 0.50 | 512 MiB | 0.50 | 1,000 | 1.5 |",
-        "| `softmax` | 50.0% | 1.5 | 500 ms | 1.00 | 1 GiB | 1.00 | 1,000 | 1.5 |",
-        "| `local` | not run yet |  |  |  |  |  |  |  |",
+        "| `linear` | 75.0% | 1 | 250 ms | 0.50 (0.40 to 0.60) | 512 MiB | 0.50 | 1,000 | 1.5 |  |",
+        "| `softmax` | 50.0% | 1.5 | 500 ms | 1 | 1 GiB | 1.00 | 1,000 | 1.5 |  |",
+        "| `local` | not run yet |  |  |  |  |  |  |  |  |",
     ]
-    assert "- Measured on: P, 2 cores, 1 thread, S, PyTorch 1, Python 3; 2 trainings side by side; commit abc1234." in lines
+    where = "P, 2 cores, 1 thread, S, PyTorch 1, Python 3"
+    assert f"- Trained on: {where}; 2 trainings side by side; commit abc1234." in lines
+    line = "python benchmarks/results.py --times --only short --rounds 25"
+    assert f"- Step times: `{line}`, on {where}; commit abc1234." in lines
+
+
+def test_options_fit_the_length_and_stand_in_the_table_and_in_the_command(tables):
+    tables(replace(SHORT, methods=("softmax", "local"), given={**SHORT.given, "length": 64}))
+    [table] = cells.TABLES
+    _, row = table.rows()
+    assert row.cells[0].config == sq.Local(window=8)
+    assert " ".join(row.cells[0].command()).endswith("--method-option local.window=8 --threads 1")
+    assert any(line.startswith("| `local` |") and line.endswith("| window=8 |") for line in shown(table, {}, {}))
+
+
+def test_without_times_the_page_says_how_to_measure_them(tables):
+    tables(replace(SHORT, methods=("softmax", "linear")))
+    [table] = cells.TABLES
+    assert "| `softmax` | 50.0% | 1.5 | - | - | 1 GiB | 1.00 | 1,000 | 1.5 |  |" in shown(table, {})
+    line = "`python benchmarks/results.py --times --only short`"
+    assert f"- Step times are not measured yet: {line}." in shown(table)
+    before = timed(replace(table, given={**table.given, "dim": 16}), softmax=500.0, linear=250.0)
+    lines = shown(table, {}, times=before)
+    assert "| `softmax` | 50.0% | 1.5 | - | - | 1 GiB | 1.00 | 1,000 | 1.5 |  |" in lines
+    assert f"- Some step times are of other settings, and not shown: {line}." in lines
 
 
 def test_what_cannot_do_the_task_is_there_with_the_reason(tables):
@@ -233,17 +277,28 @@ def test_seeds_give_a_range(tables):
     assert [cell.settings.seed for cell in cells.TABLES[0].rows()[1].cells] == [0, 1, 2]
 
 
-def test_a_projected_time_says_from_what(tables):
-    tables(replace(SHORT, methods=("softmax", "linear"), projected=3000))
-    lines = shown(cells.TABLES[0], {"step_seconds": 2.0}, {})
-    assert "| `softmax` | 60 | 2 s | 1.00 | 100 min | 1 GiB | 1.00 | 1,000 | 1.5 |" in lines
-    assert "| `linear` | 60 | 500 ms | 0.25 | 25 min | 1 GiB | 1.00 | 1,000 | 1.5 |" in lines
+def test_a_table_that_is_not_trained_projects_the_time_of_a_step(tables):
+    tables(replace(SHORT, methods=("softmax", "linear"), given={**SMALL, "steps": 3000}, is_trained=False))
+    [table] = cells.TABLES
+    lines = shown(table, times=timed(table, softmax=2000.0, linear=500.0))
+    assert "| method | step time | of `softmax`'s time | 3,000 steps, projected |" in lines
+    assert "| `softmax` | 2 s | 1 | 100 min |" in lines
+    assert "| `linear` | 500 ms | 0.25 (0.15 to 0.35) | 25 min |" in lines
+    assert "| `linear` | - | - | - |" in shown(table)
+    assert lines[0] == "0 of 0 trainings have been run."
+
+
+def test_nothing_to_train_is_said(capsys, tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        results.main(["--only", "pixels", "--out", str(tmp_path)])
+    assert caught.value.code == 2
+    assert "measured with --times" in capsys.readouterr().err
 
 
 def test_reasons_do_not_break_the_table(tables):
     tables(SHORT)
     lines = shown(cells.TABLES[0], {"status": "diverged", "why": "the loss | is nan at step 3;\nmore in /some/where"})
-    assert "| `softmax` | diverged: the loss \\| is nan at step 3 |  |  |  |  |  |  |  |" in lines
+    assert "| `softmax` | diverged: the loss \\| is nan at step 3 |  |  |  |  |  |  |  |  |" in lines
 
 
 def test_a_record_of_other_settings_is_not_used(tables):
@@ -254,6 +309,109 @@ def test_a_record_of_other_settings_is_not_used(tables):
     tables(replace(SHORT, given={**SHORT.given, "dim": 16}))
     [cell] = cells.selected(cells.TABLES, [])
     assert records.of(cell, saved) is None
+
+
+VARIANTS = {"fp32": {}, "bf16": {"precision": "bf16"}, "checkpointing": {"checkpointing": True}}
+
+
+@pytest.fixture
+def times_of(tmp_path):
+    """Start the measurement, and return exit code, what was printed, times.json and the page."""
+    (tmp_path / "page.md").write_text(MARKS)
+
+    def times_of(*more):
+        where = ["--results", str(tmp_path / "results.json"), "--page", str(tmp_path / "page.md")]
+        code, printed = run(["--times", "--rounds", "2", *where, *more])
+        return code, printed, times.read(tmp_path / "times.json"), (tmp_path / "page.md").read_text()
+
+    return times_of
+
+
+def test_steps_are_timed_in_turns_and_no_table_twice(tables, times_of, monkeypatch):
+    taken = []
+
+    def step(self, batch, step=times.Runner._step):
+        taken.append((self.cell.name, batch["labels"].tolist()))
+        return step(self, batch)
+
+    monkeypatch.setattr(times.Runner, "_step", step)
+    three = replace(SHORT, methods=("softmax", "linear", "local"))
+    other = replace(SHORT, name="other", methods=("linear",), variants=VARIANTS)
+    tables(three, other)
+    code, printed, found, shown = times_of("--only", "short")
+    assert code == 0
+    assert set(found) == {"short"}
+    rounds = [taken[i : i + 3] for i in range(0, len(taken), 3)]
+    assert len(rounds) == times.WARM + 2
+    assert all({name for name, _ in now} == {"short/softmax", "short/linear", "short/local"} for now in rounds)
+    assert all(len({tuple(labels) for _, labels in now}) == 1 for now in rounds)  # the same batch
+    assert len({tuple(now[0][1]) for now in rounds}) > 1  # another in the next round
+    assert len({tuple(name for name, _ in now) for now in rounds}) > 1  # shuffled
+    taken.clear()
+    code, printed, found, shown = times_of()
+    assert "short: measured before" in printed
+    assert {name for name, _ in taken} == {"other/fp32", "other/bf16", "other/checkpointing"}
+    assert (found["short"]["rounds"], found["short"]["machine"]["threads"], found["short"]["base"]) == (2, 1, "softmax")
+    for row in found["short"]["rows"].values():
+        low, high = row["milliseconds_80_percent"]
+        assert 0 < low <= row["milliseconds"] <= high
+    assert found["short"]["rows"]["softmax"]["of_base"] == 1
+    assert found["short"]["command"].startswith("python benchmarks/results.py --times")
+    assert "- Step times: `python benchmarks/results.py --times --only other --rounds 2`" in shown
+    taken.clear()
+    times_of("--only", "short", "--again")
+    assert {name for name, _ in taken} == {"short/softmax", "short/linear", "short/local"}
+    taken.clear()
+    tables(replace(three, given={**three.given, "dim": 16}))
+    times_of()
+    assert len(taken) == 3 * (times.WARM + 2)
+
+
+def test_a_row_that_fails_is_left_out_with_the_reason(tables, times_of, monkeypatch):
+    def step(self, batch, step=times.Runner._step):
+        if self.cell.method == "local":
+            raise ArithmeticError("the loss is nan")
+        return step(self, batch)
+
+    monkeypatch.setattr(times.Runner, "_step", step)
+    tables(replace(SHORT, methods=("softmax", "local")))
+    code, _, found, shown = times_of()
+    assert code == 1
+    assert found["short"]["left_out"] == {"local": "ArithmeticError: the loss is nan"}
+    assert set(found["short"]["rows"]) == {"softmax"}
+    assert "Without `local`: ArithmeticError: the loss is nan." in shown
+
+
+def runner(cell, folder):
+    with deterministic(1), quiet():
+        task = named(cell.task)
+        splits = task.load(None, cell.settings)
+        batches = Batches(length(splits.train), cell.settings.batch, 3, cell.settings.seed)
+        return times.Runner(cell, task, splits, batches, folder), loader(splits, batches)
+
+
+def test_a_timed_step_is_that_of_a_training(tmp_path):
+    cell = SHORT.rows()[0].cells[0]
+    found, batches = runner(cell, tmp_path / "timed")
+    with deterministic(1):
+        for batch in batches:
+            found.run(batch)
+    training.train(named("digits"), ["softmax"], cell.settings, tmp_path / "run", threads=1, is_apart=False)
+    assert equal(found.trainer.model.state_dict(), last(tmp_path / "run" / "softmax"))
+
+
+@pytest.mark.parametrize(
+    ("label", "halves", "recomputes"), [("fp32", False, False), ("bf16", True, False), ("checkpointing", False, True)]
+)
+def test_precision_and_checkpointing_stay_with_their_row(label, halves, recomputes, tmp_path):
+    table = replace(SHORT, methods=("linear",), variants=VARIANTS)
+    runners = {row.label: runner(row.cells[0], tmp_path) for row in table.rows()}
+    found, batches = runners[label]
+    seen = []
+    block = next(m for m in found.trainer.model.modules() if isinstance(m, sq.Attention))
+    block.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    found.run(next(iter(batches)))
+    assert seen == [halves] * (2 if recomputes else 1)
 
 
 @pytest.mark.parametrize("cell", cells.selected(cells.TABLES, []), ids=lambda cell: cell.name)
@@ -298,6 +456,8 @@ def test_the_list_says_what_is_done_and_what_is_left(tables, tmp_path):
         (["--only", "cifar"], "got cifar"),
         (["--methods", "lin"], "got lin"),
         (["--jobs", "0"], "at least 1; got 0"),
+        (["--times", "--rounds", "0"], "at least 1; got 0"),
+        (["--times", "--methods", "linear"], "leave --methods and --list out"),
         (["--minutes", "0"], "above 0; got 0.0"),
         (["--results", "/nowhere/results.json"], "directory that exists"),
     ],
@@ -310,8 +470,8 @@ def test_bad_arguments(line, said, capsys):
 
 def test_tables_are_chosen_by_name_or_by_what_is_before_the_dash():
     options = results.parse(["--only", "recall, cifar10"])
-    named = [t.name for t in cells.TABLES if any(results._is_named(t.name, word) for word in options.only)]
-    assert named == ["cifar10", "recall-64", "recall-256"]
+    found = [t.name for t in cells.TABLES if any(results._is_named(t.name, word) for word in options.only)]
+    assert found == ["cifar10", "recall-64", "recall-256"]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path, capsys):

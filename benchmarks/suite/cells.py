@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from benchmarks.suite.options import different, fitted
 from subquad.mechanisms import Config
 from subquad.tasks import Settings
 from subquad.training.plan import Plan, chosen, named, options_of, place
@@ -43,15 +44,20 @@ class Cell:
     def settings(self) -> Settings:
         return changed(self.task, self.given)
 
+    @property
+    def plan(self) -> Plan:
+        rest = {name: value for name, value in self.given.items() if name not in _SETTINGS}
+        return Plan(task=place(named(self.task)), settings=self.settings, threads=THREADS, **rest)
+
     def identity(self) -> dict[str, Any]:
         """What a record must have been made with to stand for this cell."""
-        rest = {name: value for name, value in self.given.items() if name not in _SETTINGS}
-        plan = Plan(task=place(named(self.task)), settings=self.settings, threads=THREADS, **rest)
-        return {"settings": plan.identity(), "options": options_of(self.config)}
+        return {"settings": self.plan.identity(), "options": options_of(self.config)}
 
     def command(self) -> list[str]:
         """Of `subquad`; where it reads and writes is not part of it."""
-        return [*command(self.task, self.method, self.given), "--threads", str(THREADS)]
+        options = [f"{self.method}.{name}={value}" for name, value in different(self.config).items()]
+        words = [word for option in options for word in ("--method-option", option)]
+        return [*command(self.task, self.method, self.given), *words, "--threads", str(THREADS)]
 
 
 @dataclass(frozen=True)
@@ -71,21 +77,23 @@ class Table:
         minutes: of a cell.
         given: as in `Cell`.
         methods: their names, or none for all that can do the task.
+        tokens: of a usual sequence, which options are fitted to; by default as many as the longest has.
         variants: instead of a row for each method, one for each of these changes.
         seeds: cells of a row; figures are their means, or medians, and their range.
-        projected: the steps whose time is projected from the measured ones; then nothing is said of scores.
+        is_trained: otherwise nothing but the time of a step is measured, and the table says what the training would take.
     """
 
     name: str
     title: str
     task: str
     about: str
-    minutes: float
+    minutes: float = 0.0
     given: Mapping[str, Any] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
+    tokens: int | None = None
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0,)
-    projected: int = 0
+    is_trained: bool = True
 
     @property
     def settings(self) -> Settings:
@@ -93,19 +101,25 @@ class Table:
 
     def rows(self) -> list[Row]:
         able, _ = chosen(named(self.task), self.methods or ["all"], self.settings)
+        sized = {name: fitted(config, self.tokens or self.settings.length) for name, config in able.items()}
         return [
             Row(label, tuple(self._cell(label, config, {**self.given, **change}, seed) for seed in self.seeds))
-            for name, config in able.items()
+            for name, config in sized.items()
             for label, change in (self.variants or {name: {}}).items()
         ]
 
     def refused(self) -> dict[str, str]:
         """Methods that cannot do the task, and why; of a table that is not about methods, none."""
-        return {} if self.variants or self.projected else chosen(named(self.task), ["all"], self.settings)[1]
+        return {} if self.variants or not self.is_trained else chosen(named(self.task), ["all"], self.settings)[1]
 
     def _cell(self, label: str, config: Config, given: Mapping[str, Any], seed: int) -> Cell:
         name = f"{self.name}/{label}" + (f"-seed{seed}" if seed else "")
         return Cell(name, self.name, self.task, config, {**given, **({"seed": seed} if seed else {})}, self.minutes)
+
+
+def made_with(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what was measured, that which `Cell.identity` says."""
+    return {name: found[name] for name in ("settings", "options")}
 
 
 def changed(task: str, given: Mapping[str, Any]) -> Settings:
@@ -180,20 +194,20 @@ TABLES: tuple[Table, ...] = (
         name="multi30k",
         title="Multi30k, English to German",
         task="multi30k",
-        about="BLEU on the 1,000 sentences of the 2016 test set. The method is the self-attention of encoder and decoder; "
-        "cross-attention is softmax.",
+        about="BLEU on the 1,000 sentences of the 2016 test set, of 16 tokens on average. The method is the self-attention of "
+        "encoder and decoder; cross-attention is softmax.",
         methods=("softmax", "linear", "performer", "local"),
+        tokens=24,
         minutes=30,
     ),
     Table(
         name="pixels",
         title="CIFAR-10 as 1,024 single pixels: the time of 3,000 steps",
         task="cifar10",
-        about="The model is that of the patches; every pixel is a token.",
-        given={"options": {"tokens": "pixels"}, "length": 1024, "batch": 16, "steps": 60, "eval_every": 60},
+        about="The model is that of the patches; every pixel is a token. Nothing is trained: a step is timed.",
+        given={"options": {"tokens": "pixels"}, "length": 1024, "batch": 16, "steps": 3000},
         methods=("softmax", "linear"),
-        projected=3000,
-        minutes=15,
+        is_trained=False,
     ),
     Table(
         name="memory",
@@ -216,6 +230,6 @@ TABLES: tuple[Table, ...] = (
 
 
 def selected(tables: Sequence[Table], methods: Sequence[str]) -> list[Cell]:
-    """The cells of `tables`, of these methods if any are named."""
-    cells = [cell for table in tables for row in table.rows() for cell in row.cells]
+    """The cells of `tables` to train, of these methods if any are named."""
+    cells = [cell for table in tables if table.is_trained for row in table.rows() for cell in row.cells]
     return [cell for cell in cells if not methods or cell.method in methods]

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common import markdown, on
-from benchmarks.suite import cells, records
+from benchmarks.suite import cells, records, times
 from benchmarks.suite.cells import Row, Table
+from benchmarks.suite.options import different
 from benchmarks.suite.records import Saved
+from benchmarks.suite.times import Timed
 from subquad.report import figures
 from subquad.tasks import TASKS, Settings
 
@@ -21,10 +23,11 @@ _PERCENT = ("accuracy",)  # figures that are shares
 
 @dataclass(frozen=True)
 class Filled:
-    """A row with the records of its cells."""
+    """A row with the records of its cells, and the time of its step where that was measured."""
 
     row: Row
     records: list[Saved]
+    time: dict[str, Any] | None
 
     @property
     def done(self) -> list[Saved]:
@@ -47,31 +50,38 @@ class Filled:
 Column = Callable[[Filled], str]
 
 
-def section(found: dict[str, Any]) -> str:
-    """All that stands between the marks."""
+def section(found: dict[str, Any], timed: dict[str, Timed]) -> str:
+    """All that stands between the marks: what results.json holds, and what times.json holds for each table."""
     saved: dict[str, Saved] = found["records"]
     every = cells.selected(cells.TABLES, [])
     done = sum(records.is_final(records.of(cell, saved)) for cell in every)
-    parts = [_table(table, saved) for table in cells.TABLES]
+    parts = [_table(table, saved, timed.get(table.name)) for table in cells.TABLES]
     return "\n\n".join([f"{done} of {len(every)} trainings have been run.", *parts])
 
 
-def _table(table: Table, saved: dict[str, Saved]) -> str:
-    rows = [Filled(row, [r for cell in row.cells if (r := records.of(cell, saved)) is not None]) for row in table.rows()]
+def _table(table: Table, saved: dict[str, Saved], timed: Timed | None) -> str:
+    rows = [_filled(row, saved, timed) for row in table.rows()]
     columns = _columns(table, rows[0])
-    shown = [[f"`{row.row.label}`", *(column(row) for column in columns.values())] for row in _ordered(table, rows)]
+    with_figures = _ordered(table, rows)
+    shown = [[f"`{row.row.label}`", *(column(row) for column in columns.values())] for row in with_figures]
     empty = [""] * (len(columns) - 1)
-    without = {row.row.label: row.why for row in rows if not row.done}
+    without = {row.row.label: row.why for row in rows if row not in with_figures}
     without |= {method: f"no: {why}" for method, why in table.refused().items()}
     shown += [[f"`{label}`", _escaped(why), *empty] for label, why in without.items()]
     lines = [f"## {table.title}", "", table.about, "", *markdown(["run" if table.variants else "method", *columns], shown)]
-    return "\n".join([*lines, "", *_under(table, [record for row in rows for record in row.done])])
+    return "\n".join([*lines, "", *_under(table, [record for row in rows for record in row.done], timed)])
+
+
+def _filled(row: Row, saved: dict[str, Saved], timed: Timed | None) -> Filled:
+    return Filled(row, [r for cell in row.cells if (r := records.of(cell, saved)) is not None], times.of(row, timed))
 
 
 def _ordered(table: Table, rows: Sequence[Filled]) -> list[Filled]:
     """Those with figures: of a table about scores the best first, otherwise as declared."""
+    if not table.is_trained:
+        return list(rows)
     done = [row for row in rows if row.done]
-    if table.variants or table.projected:
+    if table.variants:
         return done
     return sorted(
         done, key=lambda row: _mean(row, TASKS[table.task].info.metric), reverse=TASKS[table.task].info.higher_is_better
@@ -81,26 +91,28 @@ def _ordered(table: Table, rows: Sequence[Filled]) -> list[Filled]:
 def _columns(table: Table, base: Filled) -> dict[str, Column]:
     """What each column says of a row, by its heading; ratios are to the first row that was declared."""
     metric, first = TASKS[table.task].info.metric, f"of `{base.row.label}`"
-    scores: dict[str, Column] = {metric: lambda row: _scores(row, metric), "loss": lambda row: _scores(row, "loss")}
-    times: dict[str, Column] = {
-        "step time": lambda row: _shown(row.median("step_seconds"), figures.duration),
-        f"{first}'s time": lambda row: _ratio(row, base, "step_seconds"),
+    step: dict[str, Column] = {
+        "step time": lambda row: _timed(row, figures.duration),
+        f"{first}'s time": lambda row: _time_ratio(row, base),
     }
-    costs: dict[str, Column] = {
+    if not table.is_trained:
+        steps = table.settings.steps or 0
+        return {**step, f"{steps:,} steps, projected": lambda row: _timed(row, lambda s: f"{s * steps / 60:,.0f} min")}
+    options = {} if table.variants else {"options": _options}
+    return {
+        metric: lambda row: _scores(row, metric),
+        "loss": lambda row: _scores(row, "loss"),
+        **step,
         "peak memory": lambda row: _shown(row.median("peak_bytes"), figures.size),
         f"{first}'s memory": lambda row: _ratio(row, base, "peak_bytes"),
         "parameters": lambda row: _shown(row.median("parameters"), "{:,.0f}".format),
         "minutes": lambda row: _shown(row.median("seconds"), lambda seconds: f"{seconds / 60:.1f}"),
+        **options,
     }
-    if not table.projected:
-        return {**scores, **times, **costs}
-    heading = f"{table.projected:,} steps, projected"
-    return {
-        "steps measured": lambda row: _shown(row.median("step"), "{:,.0f}".format),
-        **times,
-        heading: lambda row: _shown(row.median("step_seconds"), lambda seconds: f"{seconds * table.projected / 60:,.0f} min"),
-        **costs,
-    }
+
+
+def _options(row: Filled) -> str:
+    return ", ".join(f"{name}={value}" for name, value in different(row.row.cells[0].config).items())
 
 
 def _mean(row: Filled, figure: str) -> float:
@@ -117,6 +129,17 @@ def _scores(row: Filled, figure: str) -> str:
     return f"{shown(statistics.mean(values))} ({shown(min(values))} to {shown(max(values))}{missing})"
 
 
+def _timed(row: Filled, written: Callable[[float], str]) -> str:
+    return "-" if row.time is None else written(row.time["milliseconds"] / 1e3)
+
+
+def _time_ratio(row: Filled, base: Filled) -> str:
+    if row.time is None or row.row == base.row:
+        return "-" if row.time is None else "1"
+    low, high = row.time["of_base_80_percent"]
+    return f"{row.time['of_base']:.2f} ({low:.2f} to {high:.2f})"
+
+
 def _ratio(row: Filled, base: Filled, name: str) -> str:
     ours, theirs = row.median(name), base.median(name)
     return f"{ours / theirs:.2f}" if ours and theirs else "-"
@@ -126,15 +149,19 @@ def _shown(value: float | None, written: Callable[[float], str]) -> str:
     return "-" if value is None else written(value)
 
 
-def _under(table: Table, done: Sequence[Saved]) -> list[str]:
-    """Settings, command and machine, a line each."""
+def _under(table: Table, done: Sequence[Saved], timed: Timed | None) -> list[str]:
+    """Settings, commands and machines, a line each."""
     method = "METHOD" if len(table.methods) != 1 else table.methods[0]
     line = shlex.join(["subquad", *cells.command(table.task, method, table.given), "--threads", str(cells.THREADS)])
     seeds = ", ".join(map(str, table.seeds))
     lines = [f"Settings: {_settings(table.settings)}; seed{'s' if len(table.seeds) > 1 else ''} {seeds}."]
-    if table.projected:
-        lines.append(f"Projected: the median of the measured steps, times {table.projected:,}.")
-    lines.append(f"The command of a row: `{line}`; of the table: `python benchmarks/results.py --only {table.name}`.")
+    if table.is_trained:
+        fitted = "" if table.variants else ", its options as `--method-option name=value`"
+        lines.append(
+            f"The command of a row: `{line}`{fitted}; of the table: `python benchmarks/results.py --only {table.name}`."
+        )
+    else:
+        lines.append(f"Projected: the time of a step, times the steps of `{line}`.")
     where: dict[str, list[str]] = {}
     for record in done:
         at = on({**record["machine"], "threads": record["threads"]})
@@ -142,8 +169,20 @@ def _under(table: Table, done: Sequence[Saved]) -> list[str]:
         where.setdefault(f"{at}; {jobs}; commit {record['commit'] or 'unknown'}.", []).append(record["method"])
     for place, methods in where.items():
         which = "" if len(where) == 1 else f" ({', '.join(f'`{name}`' for name in dict.fromkeys(methods))})"
-        lines.append(f"Measured on: {place}{which}")
-    return [f"- {line}" for line in lines]
+        lines.append(f"Trained on: {place}{which}")
+    return [f"- {line}" for line in [*lines, _steps(table, timed)]]
+
+
+def _steps(table: Table, timed: Timed | None) -> str:
+    """Where step times come from, or how to get them."""
+    line = f"python benchmarks/results.py --times --only {table.name}"
+    if timed is None:
+        return f"Step times are not measured yet: `{line}`."
+    if not times.is_measured(table, timed, rounds=1):
+        return f"Some step times are of other settings, and not shown: `{line}`."
+    left_out = "".join(f" Without `{label}`: {_escaped(why)}." for label, why in timed["left_out"].items())
+    at = f"{on(timed['machine'])}; commit {timed['machine']['commit'] or 'unknown'}"
+    return f"Step times: `{line} --rounds {timed['rounds']}`, on {at}.{left_out}"
 
 
 def _settings(settings: Settings) -> str:

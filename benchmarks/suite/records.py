@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write
-from benchmarks.suite.cells import Cell
+from benchmarks.suite.cells import Cell, made_with
 from subquad.bench.results import ResultsError
 from subquad.bench.results import read as read_json
 from subquad.training import Record, Results, load
@@ -39,7 +39,7 @@ def save(path: Path, records: dict[str, Saved]) -> None:
 def of(cell: Cell, records: dict[str, Saved]) -> Saved | None:
     """The record of that cell, if it was made with the cell's settings."""
     found = records.get(cell.name)
-    return found if found is not None and {name: found[name] for name in ("settings", "options")} == cell.identity() else None
+    return found if found is not None and made_with(found) == cell.identity() else None
 
 
 def is_final(record: Saved | None) -> bool:

@@ -12,9 +12,8 @@ from PIL import Image
 
 from subquad.errors import InputError
 from subquad.models.inputs import IGNORED
-from subquad.tasks import TASKS, DataError, listops, recall
+from subquad.tasks import TASKS, DataError, imdb, listops, recall
 from subquad.tasks.cifar10 import MEAN, SPREAD
-from subquad.tasks.imdb import distinct
 from subquad.tasks.pycode import sources
 from subquad.tasks.rows import Blocks, Ragged, fill
 from subquad.tasks.source import read
@@ -276,7 +275,15 @@ def test_imdb_has_no_review_twice_and_no_order(local, small):
     assert sorted(map(len, (splits.valid, splits.test))) == [5, 5]
     labels = splits.train.labels.tolist()
     assert sorted(labels) != labels
-    assert distinct([("a", 1), ("b", 0), ("a", 0)]) == [("a", 1), ("b", 0)]
+    assert imdb.distinct([("a", 1), ("b", 0), ("a", 0)]) == [("a", 1), ("b", 0)]
+
+
+def test_imdb_scores_reviews_that_are_spread_over_all(local, small, monkeypatch):
+    monkeypatch.setitem(imdb.SCORED, "1000", 2)
+    few = TASKS["imdb"]().load(local, tiny("imdb"))
+    every = TASKS["imdb"]().load(local, tiny("imdb", options=(("scored", "all"),)))
+    assert (len(few.valid), len(few.test), len(every.test)) == (5, 2, 5)
+    assert [few.test[i]["input_ids"].tolist() for i in range(2)] == [every.test[i]["input_ids"].tolist() for i in (0, 2)]
 
 
 def test_imdb_tests_on_no_review_of_the_training_half(small, public):

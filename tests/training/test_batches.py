@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from subquad.tasks.rows import lengths_of
-from subquad.training.data import Batches, spread
+from subquad.tasks.rows import lengths_of, spread
+from subquad.training.data import Batches
 from subquad.training.plan import Every, Plan
 from tests.training.fake import SETTINGS, Fake, FakeRagged
 from tests.training.weights import equal, last, stop_after

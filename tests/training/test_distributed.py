@@ -15,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+from accelerate import DistributedType, PartialState
 
+from subquad.errors import InputError
 from subquad.training import checkpoints, load, train
 from tests.training.fake import SETTINGS, FakeText
 from tests.training.weights import last
@@ -25,40 +27,86 @@ STEADY = replace(SETTINGS, dropout=0.0, label_smoothing=0.1)
 METHODS = ["linear", "softmax"]
 
 
-def work(rank, port, folder):
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+
+
+def work(rank, port, folder, given, is_disguised):
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        **given,
     }
-    out = Path(folder) / ("shared" if rank == 0 else "other")
+    if is_disguised:
+        disguise()
+    out = Path(folder) / ("other" if rank and not given else "shared")  # with FSDP all write their part of a checkpoint
     train(FakeText(), METHODS, STEADY, out, threads=1, eval_every=5)
 
 
-def test_two_processes_have_the_losses_of_one_and_only_the_first_writes(run, tmp_path):
+def disguise():
+    """accelerate takes these processes for those of accelerators, the only ones that it does FSDP with."""
+
+    def begin(self, *given, begin=PartialState.__init__, **more):
+        begin(self, *given, **more)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_XPU
+
+    PartialState.__init__ = begin
+
+
+def refused(rank, port, folder, *more):
+    with pytest.raises(InputError) as caught:
+        work(rank, port, folder, *more)
+    (folder / str(rank)).write_text(str(caught.value))
+
+
+def two(folder, given, is_disguised=False, target=work):
+    """The processes, started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["subquad.training", __name__])
-    workers = [context.Process(target=work, args=(rank, port, tmp_path)) for rank in range(2)]
+    workers = [context.Process(target=target, args=(rank, port, folder, given, is_disguised)) for rank in range(2)]
     for worker in workers:
         worker.start()
+    return workers
+
+
+@pytest.mark.parametrize("given", [{}, FSDP], ids=["ddp", "fsdp"])
+def test_two_processes_have_the_losses_of_one_and_only_the_first_writes(run, tmp_path, given):
+    workers = two(tmp_path, given, is_disguised=bool(given))
     one = run(*METHODS, task=FakeText(), settings=STEADY, eval_every=5, out=tmp_path / "one")
     for worker in workers:
         worker.join(120)
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert not (tmp_path / "other").exists()
-    two = load(tmp_path / "shared" / "results.json")
-    for alone, shared in zip(one.records, two.records, strict=True):
+    both = load(tmp_path / "shared" / "results.json")
+    for alone, shared in zip(one.records, both.records, strict=True):
+        newest = checkpoints.latest(tmp_path / "shared" / alone.method)
+        assert (newest / "pytorch_model_fsdp.bin").exists() == bool(given)
         assert (shared.status, shared.processes) == ("done", 2)
         assert [loss for _, loss in shared.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-5)
         assert [e["loss"] for e in shared.evals] == pytest.approx([e["loss"] for e in alone.evals], rel=1e-5)
         assert shared.test["loss"] == pytest.approx(alone.test["loss"], rel=1e-5)
         a, b = (last(tmp_path / name / alone.method) for name in ("one", "shared"))
         assert all((a[name] - b[name]).abs().max() < 1e-4 for name in a)
+
+
+def test_fsdp_on_cpus_is_refused_rather_than_ignored(tmp_path):
+    workers = two(tmp_path, FSDP, target=refused)
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert {path.name: path.read_text()[:15] for path in tmp_path.iterdir()} == {"0": "FSDP needs GPUs", "1": "FSDP needs GPUs"}
 
 
 def launched(out, *more):

@@ -75,6 +75,29 @@ def test_a_method_with_other_options_is_refused(run):
         run(sq.Local(window=3))
 
 
+@pytest.mark.parametrize(("known", "order"), [({}, 1), ({"order": 3, "eval_rows": 15}, 3)])
+def test_a_run_with_other_rows_in_its_batches_is_not_gone_on_with(run, tmp_path, known, order):
+    with pytest.raises(KeyboardInterrupt):
+        run(watch=stop_after(6))
+    state = checkpoints.latest(tmp_path / "run" / "linear") / "run.json"
+    saved = json.loads(state.read_text())
+    changed = {**saved, "order": known.get("order"), "record": {**saved["record"], "eval_rows": known.get("eval_rows")}}
+    state.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+    with pytest.raises(sq.SubquadError, match=rf"\(linear, order of rows: {order} there, 2 here\)\. Choose another --out, or"):
+        run(resume=True)
+    assert [r.status for r in run(fresh=True).records] == ["done"]
+
+
+def test_a_checkpoint_that_does_not_name_its_order_is_gone_on_with(run, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(watch=stop_after(6))
+    state = checkpoints.latest(tmp_path / "run" / "linear") / "run.json"
+    saved = json.loads(state.read_text())
+    del saved["order"]
+    state.write_text(json.dumps(saved))
+    assert [r.status for r in run(resume=True).records] == ["done"]
+
+
 def test_results_that_are_not_whole_are_refused(run, tmp_path):
     run()
     path = tmp_path / "run" / "results.json"

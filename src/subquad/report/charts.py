@@ -13,8 +13,8 @@ from typing import Any
 
 from subquad import InputError, files
 from subquad.bench.results import BASELINE, Results
+from subquad.extras import need
 from subquad.report import figures
-from subquad.report.extra import need
 from subquad.report.labels import on_log_axis, placed
 from subquad.report.looks import Look, looks, theme
 
@@ -57,7 +57,7 @@ def charts(results: Results, *, in_page: bool = True) -> list[Chart]:
 
 def save_charts(results: Results, folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write every chart as `time_forward.png` and so on, one file a choice and format; return the paths."""
-    (convert,) = need("a chart in a file", "vl_convert")
+    (convert,) = need("report", "a chart in a file", "vl_convert")
     for ending in formats:
         if ending not in FORMATS:
             raise InputError(f"a chart's format is {' or '.join(FORMATS)}; got {ending!r}.")
@@ -99,7 +99,7 @@ def _lines(
     rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool, title: str, label: str, base: int
 ) -> Spec:
     """Value against length, both logarithmic: solid between what was measured, dashed and hollow where it is predicted."""
-    (alt,) = need("a chart", "altair")
+    (alt,) = need("report", "a chart", "altair")
     colour, shape = _scales(alt, drawn, in_page)
     lengths = sorted({row["length"] for row in rows})
     width = alt.condition(f"datum.method === '{BASELINE}'", alt.value(4), alt.value(1.6))
@@ -148,7 +148,7 @@ def _lines(
 
 def curves(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool) -> Spec:
     """Value by step, both linear, a line a method."""
-    (alt,) = need("a chart", "altair")
+    (alt,) = need("report", "a chart", "altair")
     colour, shape = _scales(alt, drawn, in_page)
     tooltip = [
         alt.Tooltip(field, type="nominal", title=title)
@@ -174,7 +174,7 @@ def curves(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page:
 
 def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool) -> Spec:
     """Points with labels, which Vega-Lite cannot keep apart: hence compiled to Vega, and the labels added."""
-    alt, convert = need("a chart", "altair", "vl_convert")
+    alt, convert = need("report", "a chart", "altair", "vl_convert")
     colour, shape = _scales(alt, drawn, True)
     rows = rows if in_page else _with_places(rows, kinds)
     tips = {"method": "method", "tokens": "tokens", "relative": "relative error", "against": "times faster than SDPA (95%)"}

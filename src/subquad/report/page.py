@@ -13,10 +13,10 @@ from subquad import SubquadError
 from subquad.bench import analysis
 from subquad.bench.measure import configured
 from subquad.bench.results import BASELINE, Results
+from subquad.extras import need
 from subquad.report import figures, tables
 from subquad.report.attention_map import attention_map
 from subquad.report.charts import charts, write
-from subquad.report.extra import need
 from subquad.report.looks import Look, looks, record, theme
 from subquad.report.pictures import small_pictures
 
@@ -40,7 +40,7 @@ def write_page(results: Results, path: Path) -> None:
 
 def template(name: str) -> Any:
     """One of the pages beside this file."""
-    jinja2, _, _ = need("a page", "jinja2", "altair", "vl_convert")
+    jinja2, _, _ = need("report", "a page", "jinja2", "altair", "vl_convert")
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
@@ -94,5 +94,5 @@ def _pictures(results: Results) -> Iterable[_Picture]:
 
 def library() -> str:
     """Vega, Vega-Lite and vega-embed as one script, fit to stand in a page."""
-    (convert,) = need("a page", "vl_convert")
+    (convert,) = need("report", "a page", "vl_convert")
     return str(convert.javascript_bundle()).replace("</script", "<\\/script").replace("<!--", "<\\!--")

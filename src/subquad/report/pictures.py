@@ -23,8 +23,8 @@ from rich.text import Text
 from torch import Tensor
 
 from subquad import InputError, files
+from subquad.extras import need
 from subquad.report.attention_map import AttentionMap
-from subquad.report.extra import need
 
 _ENDINGS = (".png", ".svg")
 _TERMINAL_CELLS, _FILE_CELLS = 64, 128
@@ -145,7 +145,7 @@ def _rendered(chart: Any, format: str) -> bytes:
 
 
 def _chart(shown: AttentionMap) -> Any:
-    alt, _ = need("a picture in a file", "altair", "vl_convert")  # the second is what the first draws files with
+    alt, _ = need("report", "a picture in a file", "altair", "vl_convert")  # the second is what the first draws files with
     cells = _Cells.of(shown, _FILE_CELLS)
     colour = alt.value(_css(_BLUE)) if shown.exact is None else _colours(alt, cells)
     across, down = (alt.Scale(domain=ends, nice=False) for ends in ([0, shown.length], [shown.length, 0]))

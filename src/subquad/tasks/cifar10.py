@@ -17,12 +17,13 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from subquad.errors import InputError
+from subquad.extras import need
 from subquad.mechanisms import Config
 from subquad.models import SubquadForImageClassification
 from subquad.tasks.base import Batch, Row, Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
 from subquad.tasks.rows import Columns, shape, stacked
-from subquad.tasks.source import damaged, hub, local, need, one_of, parsed, require_rows
+from subquad.tasks.source import damaged, hub, local, one_of, parsed, require_rows
 
 SIDE, SHIFT = 32, 4
 HELD_OUT = 1_000
@@ -65,11 +66,11 @@ class Cifar10(Classification):
     def split(self, name: str, folder: Path | None) -> tuple[Tensor, Tensor]:
         """Images (B, 3, 32, 32) of uint8 and labels (B,)."""
         if folder is None:
-            [datasets] = need(f"the data of {self.info.name}", "datasets")
+            [datasets] = need("train", f"the data of {self.info.name}", "datasets")
             rows = hub(self.info, split=name).cast_column("img", datasets.Image(decode=False))
             return decoded(Path(self.info.source), rows["img"], rows["label"])
         path = one_of(self.info, local(self.info, folder), [f"{name}-00000-of-00001.parquet", f"{name}.parquet"])
-        [parquet] = need(f"the data of {self.info.name}", "pyarrow.parquet")
+        [parquet] = need("train", f"the data of {self.info.name}", "pyarrow.parquet")
         try:
             table = parquet.read_table(path, columns=["img", "label"])
         except Exception as error:  # pyarrow's own kinds, which are not there to name before it is installed
@@ -118,7 +119,7 @@ def scaled(rows: Any) -> Batch:
 
 def decoded(path: Path, images: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Images as files in memory, in a tensor."""
-    [pictures, numpy] = need("the data of cifar10", "PIL.Image", "numpy")
+    [pictures, numpy] = need("train", "the data of cifar10", "PIL.Image", "numpy")
 
     def pixels(image: Any) -> Any:
         found = numpy.asarray(pictures.open(io.BytesIO(image["bytes"])).convert("RGB"))

@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
+from subquad.extras import need
 from subquad.mechanisms import Config
 from subquad.models import SubquadForImageClassification
 from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
 from subquad.tasks.rows import Columns, shape, shuffled, stacked
-from subquad.tasks.source import need
 
 SIDE = 8
 HELD_OUT = 180  # rows to choose by, and as many to report
@@ -35,7 +35,7 @@ class Digits(Classification):
     )
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
-        [datasets] = need("the task digits", "sklearn.datasets")
+        [datasets] = need("train", "the task digits", "sklearn.datasets")
         data = datasets.load_digits()
         images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # (1797, 1, 8, 8)
         rows = Columns(pixel_values=images, labels=torch.tensor(data.target))

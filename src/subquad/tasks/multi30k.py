@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from subquad.extras import need
 from subquad.mechanisms import Config
 from subquad.models import SubquadForConditionalGeneration
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Batch, Row, Settings, Splits, Task, TaskInfo
 from subquad.tasks.rows import Ragged, answers, fill, shape
-from subquad.tasks.source import DataError, how_to_get, hub, lines, local, need, one_of
+from subquad.tasks.source import DataError, how_to_get, hub, lines, local, one_of
 from subquad.tasks.tokens import bpe
 
 PAD, START, END = range(3)
@@ -84,7 +85,7 @@ class Multi30k(Task):
 
     def bleu(self, model: PreTrainedModel, rows: Dataset[Row], settings: Settings, beams: int) -> float:
         """sacreBLEU of the model's translations, with its own tokens (13a)."""
-        [sacrebleu] = need("the score of multi30k", "sacrebleu")
+        [sacrebleu] = need("train", "the score of multi30k", "sacrebleu")
         read = [rows[i] for i in range(len(rows))]  # type: ignore[arg-type]
         read.sort(key=lambda row: len(row["input_ids"]))  # few pads
         said: list[str] = []

@@ -147,6 +147,16 @@ def by_length(rows: Iterable[int], lengths: Sequence[tuple[int, ...]]) -> list[i
     return sorted(rows, key=lambda row: (max(lengths[row]), sum(lengths[row])))
 
 
+def spread(rows: Dataset[Row], count: int) -> Dataset[Row]:
+    """`count` of the rows at most, evenly spread over all of them."""
+    there = length(rows)
+    return rows if count >= there else Subset(rows, [i * there // count for i in range(count)])
+
+
+def length(rows: Dataset[Any]) -> int:
+    return len(rows)  # type: ignore[arg-type]
+
+
 def shuffled(count: int, seed: int) -> Tensor:
     """The numbers below `count` in a random order."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

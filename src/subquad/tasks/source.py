@@ -8,11 +8,11 @@ import lzma
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from subquad.errors import MissingExtraError, SubquadError
+from subquad.errors import SubquadError
+from subquad.extras import need
 from subquad.tasks.base import TaskInfo
 
 Read = TypeVar("Read")
@@ -22,17 +22,6 @@ _OPEN: dict[str, Callable[[Path], Any]] = {".xz": lzma.open, ".gz": gzip.open}
 
 class DataError(SubquadError):
     """Data that is missing, elsewhere or damaged."""
-
-
-def need(what: str, *modules: str) -> list[Any]:
-    """The modules, or one error that says which extra `what` needs."""
-    try:
-        return [import_module(module) for module in modules]
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{what} needs the extra subquad[train]; {error.name} is not installed. "
-            "Install it: pip install datasets pillow pyarrow sacrebleu scikit-learn"
-        ) from error
 
 
 def local(info: TaskInfo, folder: Path) -> Path:
@@ -93,7 +82,7 @@ def damaged(path: Path, error: object) -> DataError:
 
 def hub(info: TaskInfo, *name: str, **given: Any) -> Any:
     """What `datasets.load_dataset` has under a public name."""
-    [datasets] = need(f"the data of {info.name}", "datasets")
+    [datasets] = need("train", f"the data of {info.name}", "datasets")
     try:
         return datasets.load_dataset(*(name or info.source.split(", ")), **given)
     except Exception as error:  # no network, no such name, a broken download: whatever it is, the advice is the same

@@ -8,15 +8,15 @@ process takes its part of each batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from subquad.tasks.base import Batch, Row, Splits
-from subquad.tasks.rows import by_length
+from subquad.tasks.rows import by_length, length
 
 Place = tuple[int, int]  # epoch, row
+ORDER = 2  # of the rows in batches: 1 as they are shuffled, 2 by like lengths. A run goes on only in the order it began with
 _POOL = 100  # batches that are cut from rows in the order of their lengths
 
 
@@ -91,16 +91,6 @@ class _Rows(Dataset[Row]):
 def loader(splits: Splits, batches: Batches) -> DataLoader[Row]:
     collate: Callable[[Sequence[Row]], Batch] = splits.collate
     return DataLoader(_Rows(splits.train), batch_sampler=batches, collate_fn=collate)
-
-
-def spread(rows: Dataset[Row], count: int) -> Dataset[Row]:
-    """`count` of the rows at most, evenly spread over all of them."""
-    there = length(rows)
-    return rows if count >= there else Subset(rows, [i * there // count for i in range(count)])
-
-
-def length(rows: Dataset[Any]) -> int:
-    return len(rows)  # type: ignore[arg-type]
 
 
 def mixed(*numbers: int) -> int:

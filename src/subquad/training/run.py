@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from subquad.errors import SubquadError
 from subquad.tasks.base import Splits, Task
-from subquad.tasks.rows import lengths_of
+from subquad.tasks.rows import length, lengths_of
 from subquad.training import checkpoints
-from subquad.training.data import Batches, length
+from subquad.training.data import Batches
 from subquad.training.memory import Peak
 from subquad.training.plan import Plan, data_folder, options_of, steps_of
 from subquad.training.results import Record
@@ -82,6 +82,7 @@ def _run(job: Job, record: Record) -> None:
     peak = Peak(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(settings.seed)
     model = task.model(job.config, settings)
+    kind: Any = type(model)  # FSDP makes another class of it
     record.parameters = sum(p.numel() for p in model.parameters())
     job.tell(record)
     rows, share = length(splits.train), (process(), record.processes)
@@ -98,7 +99,7 @@ def _run(job: Job, record: Record) -> None:
         return
     if not is_first:
         return
-    best: Any = type(model).from_pretrained(folder / checkpoints.BEST).to(model.device)
+    best = kind.from_pretrained(folder / checkpoints.BEST).to(model.device)
     with peak.paused():
         record.test = scored(best, job, splits.test)
     record.seconds = trainer.before + time.monotonic() - begun

@@ -17,16 +17,17 @@ import torch
 
 from subquad.bench.machine import describe
 from subquad.bench.results import ResultsError, Setting, alone
-from subquad.errors import SubquadError
+from subquad.errors import InputError, SubquadError
 from subquad.mechanisms import Config
 from subquad.tasks.base import Settings, Task
 from subquad.training import checkpoints
 from subquad.training.child import run_apart
+from subquad.training.data import ORDER
 from subquad.training.plan import Plan, Precision, check, chosen, differences, options_of, place
 from subquad.training.results import FILE, UNFINISHED, Record, Results, load, save
 from subquad.training.run import LostError, process, processes, read_data, run
 from subquad.training.stop import Stop
-from subquad.training.trainer import Job
+from subquad.training.trainer import Job, order_of
 
 Tell = Callable[[Record], None]
 Work = Callable[[Config, Path, Tell], Record]
@@ -113,11 +114,13 @@ def _shared(
     watch: Callable[[Progress], None],
 ) -> Results:  # fmt: skip
     """One of several processes that do the same; the first writes, and decides whether there is anything to do."""
-    from accelerate import PartialState
+    from accelerate import DistributedType, PartialState
 
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
     lost = False
     try:
+        if state.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+            raise InputError("FSDP needs GPUs: accelerate would quietly copy the model to each CPU process. Leave it out.")
         with Stop() as stop:
             results = _agreed(lambda: _begin(plan, task, configs, refused, out, resume, fresh))
             sitting = _Sitting(results, configs, out, watch, is_writer=process() == 0)
@@ -178,7 +181,10 @@ def _compare(results: Results, plan: Plan, configs: dict[str, Config], out: Path
     known = [(results.record(name), config) for name, config in configs.items()]
     for record, config in known:
         if record is not None:
-            differ += [f"{record.method}, {d}" for d in differences(record.options, options_of(config))]
+            newest = checkpoints.latest(out / record.method) if record.status in UNFINISHED else None
+            order = ORDER if newest is None else order_of(newest)
+            before, now = ({**record.options, "order of rows": order}, {**options_of(config), "order of rows": ORDER})
+            differ += [f"{record.method}, {d}" for d in differences(before, now)]
     if differ:
         raise ResultsError(
             f"the run in {out} has other settings ({'; '.join(differ)}). Choose another --out, or start over with --fresh."

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -28,8 +29,9 @@ from subquad.mechanisms import Config
 from subquad.models import SubquadForCausalLM
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Row, Splits, Task
+from subquad.tasks.rows import length, spread
 from subquad.training import checkpoints
-from subquad.training.data import Batches, length, loader, mixed, spread
+from subquad.training.data import ORDER, Batches, loader, mixed
 from subquad.training.memory import Peak
 from subquad.training.plan import Every, Plan
 from subquad.training.results import Record, record_from
@@ -211,14 +213,14 @@ class MethodTrainer(Trainer):
             finally:
                 self._target = self.job.folder
             if self.args.should_save:
-                state = {"record": asdict(self.record), "memory": asdict(self.memory)}
+                state = {"order": ORDER, "record": asdict(self.record), "memory": asdict(self.memory)}
                 files.write(folder / STATE, json.dumps(state).encode())
 
         self.write(self.job.folder / name, fill)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         norm = super()._clip_grad_norm(model)
-        self.step_norm = torch.as_tensor(norm)
+        self.step_norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)  # FSDP has it in parts
         return norm
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -288,6 +290,13 @@ class _Watch(TrainerCallback):
         control.should_save = step % trainer.every.checkpoint == 0 or is_last
         control.should_training_stop = is_last
         return control
+
+
+def order_of(checkpoint: Path) -> int:
+    """In which order the run that wrote it puts rows into batches (see `data.ORDER`)."""
+    saved: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+    unsaid = 1 if saved["record"].get("eval_rows") is None else 2  # both came with the second order
+    return int(saved.get("order", unsaid))
 
 
 def scored(model: Any, job: Job, rows: Dataset[Row]) -> dict[str, float]:

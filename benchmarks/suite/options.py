@@ -1,0 +1,38 @@
+"""Options that fit a short sequence.
+
+The defaults are for thousands of tokens: a window of 256 sees all of 64, and a table would compare softmax with itself.
+Here every mechanism that leaves out pairs sees about a quarter of the sequence, and one that compresses has an eighth to a
+quarter of its tokens as points. Those without such a size keep their defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from subquad.mechanisms import Config
+
+
+def fitted(config: Config, tokens: int) -> Config:
+    """The mechanism, sized for sequences of so many tokens."""
+    eighth, quarter = max(1, tokens // 8), max(2, tokens // 4)
+    sizes: dict[str, dict[str, Any]] = {
+        "local": {"window": eighth},
+        "longformer": {"window": eighth},
+        "hybrid": {"window": eighth},
+        "pooled": {"window": eighth, "stride": max(2, tokens // 16)},
+        "bigbird": {"block": max(1, tokens // 16), "random": 1, "globals": 1},
+        "reformer": {"chunk": eighth, "buckets": 8, "rounds": 2},
+        "routing": {"chunk": eighth, "clusters": 8},
+        "clustered": {"clusters": eighth, "topk": eighth},
+        "linformer": {"rank": quarter},
+        "nystrom": {"landmarks": quarter},
+        "induced": {"points": quarter},
+    }
+    return replace(config, **sizes.get(config.info.name, {}))  # type: ignore[type-var]
+
+
+def different(config: Config) -> dict[str, Any]:
+    """The options that are not the defaults."""
+    defaults = vars(type(config)())
+    return {name: value for name, value in vars(config).items() if value != defaults[name]}
