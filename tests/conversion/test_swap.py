@@ -186,7 +186,8 @@ class TestRefusals:
 
     def test_a_quantised_model(self, refused):
         model = families.model("llama")
-        model.is_quantized = True
+        projection = model.model.layers[1].self_attn.q_proj
+        projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
         refused(model, "linear", "quantised", sq.UnsupportedError)
 
     def test_our_own_models(self):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from subquad.api import Mechanism
@@ -63,6 +64,7 @@ def convert(
     kinds = {site.name: config if site.name in names else Softmax() for site in found}
     target = copying.deepcopy(model) if copy else model
     _own_config(target)
+    _forget_file(target)
     limit = getattr(model.config, "max_position_embeddings", None)
     conversion = Record(
         sites=records.described(kinds),
@@ -124,6 +126,13 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = own
 
 
+def _forget_file(model: Any) -> None:
+    """Weights that were quantised in a file, such as GGUF, are no longer so here, and are not saved so."""
+    if getattr(model, "is_quantized", False):
+        model.hf_quantizer, model.is_quantized = None, False
+        del model.config.quantization_config
+
+
 def _convertible(model: Any) -> list[Site]:
     if not isinstance(model, PreTrainedModel):
         adapted = " Merge its adapter first: model.merge_and_unload()." if hasattr(model, "merge_and_unload") else ""
@@ -132,12 +141,21 @@ def _convertible(model: Any) -> list[Site]:
         raise InputError(f"this {type(model).__name__} is converted already. subquad.revert(model) undoes that.")
     if type(model).__module__.startswith("subquad."):
         raise InputError(f"{type(model).__name__} is built on subquad; set `method` in its config instead of converting it.")
-    if getattr(model, "is_quantized", False) or not all(weight.is_floating_point() for weight in model.parameters()):
+    found = sites(model)
+    if any(_is_quantised(module) for site in found for module in site.module.modules()):
         raise UnsupportedError(
-            f"this {type(model).__name__} is quantised, and new mechanisms are trained in its precision. Load it without, or "
-            "call model.dequantize() first."
+            f"this {type(model).__name__} is quantised, and new mechanisms are trained in its precision. Load it without "
+            "quantisation, or call model.dequantize() first."
         )
-    return sites(model)
+    return found
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Whether it computes with something else than plain tensors of 16 bits or more."""
+    weights = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any(
+        type(weight.data) is not Tensor or weight.dtype.itemsize < 2 or not weight.is_floating_point() for weight in weights
+    )
 
 
 def _chosen(found: list[Site], layers: Layers, keep_softmax: Sequence[int], self_only: bool) -> list[Site]:
