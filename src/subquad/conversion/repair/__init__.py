@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from subquad.conversion.diagnosis import require_pair, require_tokens
 from subquad.conversion.observe import Batch, watchable
+from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import Kept, keep_softmax
 from subquad.conversion.repair.loop import Progress, Schedule, Tell, learn
 from subquad.conversion.repair.lora import Lora, Loss
-from subquad.conversion.repair.transfer import Transfer
 
 __all__ = ["Kept", "Progress", "Schedule", "finetune", "keep_softmax", "transfer"]
 
