@@ -55,7 +55,8 @@ def generate(
         )  # fmt: skip
     typer.echo("" if stream else written.text)
     state = "no cache" if written.state_bytes is None else f"a state of {size(written.state_bytes)}"
-    speed = f"{written.tokens:,} tokens, {written.tokens / written.seconds:,.1f} a second, {state}"
+    count = f"{written.tokens:,} token{'' if written.tokens == 1 else 's'}"
+    speed = f"{count}, {written.tokens / written.seconds:,.1f} a second, {state}"
     ending = " (the context is full; --beyond-context goes on)" if written.is_cut else ""
     Console(stderr=True, highlight=False).print(f"{speed}{ending}", style="dim", soft_wrap=True)
     if stop.is_asked:

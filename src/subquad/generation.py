@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.generation.streamers import BaseStreamer
 
 from subquad.conversion import record
 from subquad.conversion.opening import context_of, open_config, open_model, open_tokenizer
 from subquad.errors import InputError
 from subquad.models import SubquadCache
 from subquad.tasks.language import BYTES, byte_ids
+
+_UNFINISHED = "\ufffd"  # what decoding gives for a character that is not whole yet
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Writer:
         allowed = max_new_tokens if room is None or is_answer else min(max_new_tokens, room)
         if allowed < 1:
             raise InputError(f"max_new_tokens is at least 1, with room for it in the context; got {max_new_tokens}.")
-        streamer = None if tell is None else _Streamer(self.tokenizer, tell, skip_prompt=not is_answer)
+        streamer = None if tell is None else Streamer(self.tokenizer, tell, has_prompt=not is_answer)
         torch.manual_seed(seed)
         begun = time.monotonic()
         try:
@@ -170,12 +173,33 @@ class _Asked(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.is_stopping(), device=input_ids.device)
 
 
-class _Streamer(TextStreamer):
-    """Whole words as they come."""
+class Streamer(BaseStreamer):
+    """Tells the text of tokens as they come, a character when all of its bytes are there.
 
-    def __init__(self, tokenizer: Any, tell: Callable[[str], object], skip_prompt: bool) -> None:
-        super().__init__(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
-        self.tell = tell
+    What a token adds is told by decoding it with the one before, as tokens may read differently at the beginning of a text.
+    """
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.tell(text)
+    def __init__(self, tokenizer: Any, tell: Callable[[str], object], has_prompt: bool) -> None:
+        self.tokenizer, self.tell, self.is_prompt = tokenizer, tell, has_prompt
+        self.told: list[int] = []  # the tokens that were told last
+        self.waiting: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        if self.is_prompt:
+            self.is_prompt = False
+            return
+        self.waiting += value.flatten().tolist()
+        if not (text := self._new_text()).endswith(_UNFINISHED) and text:
+            self._tell(text)
+
+    def end(self) -> None:
+        self._tell(self._new_text())
+
+    def _new_text(self) -> str:
+        before, now = (self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (self.told, [*self.told, *self.waiting]))
+        return now[len(before) :]
+
+    def _tell(self, text: str) -> None:
+        self.told, self.waiting = self.waiting or self.told, []
+        if text:
+            self.tell(text)
