@@ -274,9 +274,9 @@ def advise(
 
 app.command(epilog="Example: [bold]subquad train digits --method linear,softmax --epochs 1 --out digits[/bold]")(train)
 app.command(
-    epilog="Example: [bold]subquad convert ./model --method hybrid --text text.txt --repair transfer --out converted[/bold]"
+    epilog="Example: [bold]subquad convert ./model --method hybrid --text text.txt --repair transfer,lora --out new[/bold]"
 )(convert)
-app.command(epilog='Example: [bold]subquad generate converted/model "Once upon a time" --stream[/bold]')(generate)
+app.command(epilog='Example: [bold]subquad generate new/model "Once upon a time" --stream[/bold]')(generate)
 
 
 def _where(results: Any, path: Path | None) -> str:

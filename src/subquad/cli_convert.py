@@ -120,4 +120,6 @@ def _print(results: Any, places: list[Path]) -> None:
         console.print(printed(summary(results)))
         console.print("The heads with the most damage:")
         console.print(printed(heads(results, _WORST)))
+    if not any(places[0].glob("tokenizer*")):
+        console.print("There is no tokenizer beside the model, so none was saved.", style="dim", soft_wrap=True)
     console.print("Written: " + ", ".join(map(str, places)), soft_wrap=True)

@@ -63,12 +63,11 @@ class Writer:
     def open(cls, place: str, *, is_bytes: bool = False, dtype: str = "float32") -> Writer:
         """From a folder or a hub name; `is_bytes` says that tokens are bytes, where its config does not."""
         config = open_config(place)
-        tokenizer = ByteTokens() if is_bytes or getattr(config, "tokenizer_class", None) == BYTES else open_tokenizer(place)
-        if tokenizer is None:
-            raise InputError(
-                f"there is no tokenizer in {place}, so no text can be read or written. Save the one that the model was trained "
-                "with there, by tokenizer.save_pretrained; if the model's tokens are bytes, say --bytes."
-            )
+        is_bytes = is_bytes or getattr(config, "tokenizer_class", None) == BYTES
+        try:
+            tokenizer = ByteTokens() if is_bytes else open_tokenizer(place)
+        except InputError as error:
+            raise InputError(f"{error} If the model's tokens are bytes, say --bytes.") from error
         model = open_model(place, config, dtype=dtype)
         if not model.can_generate():
             raise InputError(f"{type(model).__name__} has no head that writes text. Pass a language model.")

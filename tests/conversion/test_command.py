@@ -1,8 +1,11 @@
 """`subquad convert`: a whole conversion from the command line."""
 
 import json
+import lzma
+import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from typer.testing import CliRunner
 import subquad as sq
 from subquad import cli_parts
 from subquad.cli import app
+from subquad.conversion import job
 from subquad.conversion.job import Plan, run
 from subquad.conversion.opening import open_config, open_model, open_tokenizer
 from subquad.conversion.results import load
@@ -284,8 +288,42 @@ def test_what_cannot_be_converted(whole, llama, text, tmp_path):
     assert "has no layer whose attention goes through" in str(done.exception)
     AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path / "dumb")
     done = invoke(tmp_path / "dumb", "--method", "linear", "--text", text, "--out", tmp_path / "out")
-    assert "there is none beside it" in str(done.exception)
+    assert "no tokenizer loads from" in str(done.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_gguf_file(tmp_path):
+    """Its weights are unpacked, whatever their precision was."""
+    gguf = pytest.importorskip("gguf", reason="pip install gguf, to read GGUF files")
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    width, inner, words = 32, 64, 11
+    for add, value in {
+        "block_count": 2, "context_length": CONTEXT, "embedding_length": width, "feed_forward_length": inner, "head_count": 4,
+        "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_dimension_count": 8, "vocab_size": words,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{add}")(value)
+    shapes = {"token_embd": (words, width), "output": (words, width), "output_norm": (width,)}
+    for block in ("blk.0.", "blk.1."):
+        shapes |= {block + name: (width, width) for name in ("attn_q", "attn_output")}
+        shapes |= {block + name: (width // 2, width) for name in ("attn_k", "attn_v")}
+        shapes |= {block + name: (inner, width) for name in ("ffn_gate", "ffn_up")}
+        shapes |= {block + "ffn_down": (width, inner), block + "attn_norm": (width,), block + "ffn_norm": (width,)}
+    for name, shape in shapes.items():
+        weight = torch.randn(shape).numpy()
+        packed = gguf.quantize(weight, gguf.GGMLQuantizationType.Q8_0) if len(shape) == 2 else weight
+        kind = gguf.GGMLQuantizationType.Q8_0 if len(shape) == 2 else None
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    done = invoke(tmp_path, "--gguf", "tiny.gguf", "--method", "linear", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.exception
+    assert "LlamaForCausalLM with linear in 2 of its 2 attentions" in done.stdout
+    assert "no tokenizer" in done.stdout
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
 def test_a_missing_extra_is_known_before_anything_is_done(llama, text, tmp_path, monkeypatch):
@@ -295,3 +333,20 @@ def test_a_missing_extra_is_known_before_anything_is_done(llama, text, tmp_path,
     monkeypatch.setitem(sys.modules, "altair", None)
     assert "a page needs the extra subquad[report]" in str(invoke(*line, "--report").exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_examples_of_help_work(llama, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(job, "TRANSFER", replace(job.TRANSFER, patience=1, every=2))
+    monkeypatch.setattr(job, "FINETUNE", replace(job.FINETUNE, patience=1, every=2))
+    Path("model").symlink_to(llama)
+    Path("text.txt").write_bytes(lzma.decompress(text.read_bytes()))
+    for example in (
+        "convert ./model --method hybrid --text text.txt --repair transfer,lora --out new",
+        'generate new/model "Once upon a time" --stream',
+    ):
+        name, *words = shlex.split(example)
+        assert f"Example: subquad {example}" in CliRunner().invoke(app, [name, "--help"]).stdout
+        done = CliRunner().invoke(app, [name, *words])
+        assert done.exit_code == 0, done.exception

@@ -94,7 +94,9 @@ def test_bytes(trained, tmp_path):
     ).decode(errors="replace")
     model.config.tokenizer_class = None
     model.save_pretrained(tmp_path)
-    assert "if the model's tokens are bytes, say --bytes" in str(invoke(tmp_path, "import").exception)
+    said = str(invoke(tmp_path, "import").exception)
+    assert f"no tokenizer loads from {tmp_path}: " in said
+    assert said.endswith("If the model's tokens are bytes, say --bytes.")
     assert invoke(tmp_path, "import os\n", "--bytes", "--max-new-tokens", 5).stdout == done.stdout
 
 

@@ -154,7 +154,7 @@ def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
     config = open_config(plan.model, plan.gguf)
     require_convertible(plan.model, config)
     original = open_model(plan.model, config, gguf=plan.gguf, dtype=plan.dtype)
-    tokenizer = open_tokenizer(plan.model, plan.gguf)
+    tokenizer = _tokenizer(plan)
     method = resolve(plan.method)
     text = None
     if plan.text:
@@ -178,6 +178,16 @@ def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
         need_peft()
         results.settings["loss"] = kind_of(job.converted, plan.loss)
     return job
+
+
+def _tokenizer(plan: Plan) -> Any:
+    """The model's; None where there is none, and no text to read by it."""
+    try:
+        return open_tokenizer(plan.model, plan.gguf)
+    except InputError:
+        if plan.text:
+            raise
+        return None
 
 
 class _Job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def open_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None,
         raise InputError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}.")
     kind = _class_of(config, gguf)
     try:
-        model = kind.from_pretrained(place, dtype=DTYPES[dtype], **_gguf(gguf))
+        model = kind.from_pretrained(place, dtype=DTYPES[dtype], **_gguf(gguf), **_unpacked(gguf))
     except InputError:
         raise
     except Exception as error:
@@ -41,10 +40,14 @@ def open_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None,
 
 
 def open_tokenizer(place: str, gguf: str | None = None) -> Any:
-    """The tokenizer beside a model, or None where there is none."""
-    with suppress(Exception):  # each kind of tokenizer has errors of its own for files that are not there
+    """The tokenizer beside a model; refused where none loads."""
+    try:
         return AutoTokenizer.from_pretrained(place, **_gguf(gguf))
-    return None
+    except Exception as error:  # each kind of tokenizer has errors of its own for files that are not there
+        raise InputError(
+            f"no tokenizer loads from {place}: {_said(error)} Text is read by the one that the model was trained with; save it "
+            "there with tokenizer.save_pretrained."
+        ) from error
 
 
 def require_convertible(place: str, config: PreTrainedConfig) -> None:
@@ -89,6 +92,12 @@ def _class_of(config: PreTrainedConfig, gguf: str | None) -> Any:
 
 def _gguf(name: str | None) -> dict[str, str]:
     return {} if name is None else {"gguf_file": name}
+
+
+def _unpacked(gguf: str | None) -> dict[str, Any]:
+    """Weights that can be trained, where newer releases of transformers would keep them packed."""
+    packing = getattr(transformers, "GgufConfig", None)
+    return {} if gguf is None or packing is None else {"quantization_config": packing(dequantize=True)}
 
 
 def _said(error: Exception) -> str:

@@ -72,8 +72,6 @@ def calibration(
         raise InputError(
             f"calibration text is for models that read text; {type(model).__name__} reads {model.main_input_name}."
         )
-    if tokenizer is None:
-        raise InputError("calibration text is read by the tokenizer of the model, and there is none beside it. Put it there.")
     length = _length(model, tokenizer, length, is_beyond_allowed)
     pieces = _pieces(files)
     sequences = _packed(tokenizer, pieces, length, tokens) if is_causal(model) else _lines(tokenizer, pieces, length, tokens)
