@@ -292,6 +292,13 @@ def test_what_cannot_be_converted(whole, llama, text, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_name_that_the_hub_does_not_give(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = invoke("nobody/no-such-model", "--method", "linear", "--out", tmp_path / "out")
+    assert str(done.exception).startswith("nobody/no-such-model does not hold a Hugging Face model: ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_gguf_file(tmp_path):
     """Its weights are unpacked, whatever their precision was."""
     gguf = pytest.importorskip("gguf", reason="pip install gguf, to read GGUF files")

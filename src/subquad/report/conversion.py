@@ -95,7 +95,7 @@ def trail(results: Results) -> Table:
             [Cell(str(others[0][1]), float(others[0][1])), Cell(f"{others[0][0]:.4f}", others[0][0])] if others else [_NONE] * 2
         )
         losses = [Cell(f"{loss:.4f}", loss) for loss in (kept.losses[i + 1], kept.losses[i])]
-        table.rows.append([Cell(str(i + 1), float(i + 1)), Cell(str(layer), float(layer)), *losses, *second])
+        table.rows.append([Cell(str(i + 1), str(i + 1)), Cell(str(layer), float(layer)), *losses, *second])
     return table
 
 
