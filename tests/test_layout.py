@@ -19,12 +19,13 @@ LAYERS = [
     {"layer"},
     {"__init__"},
     {"models"},
-    {"conversion"},
     {"bench"},
     {"tasks"},
     {"training"},
+    {"conversion"},
+    {"generation"},
     {"report"},
-    {"cli", "cli_parts", "cli_train", "__main__"},
+    {"cli", "cli_convert", "cli_generate", "cli_parts", "cli_train", "__main__"},
 ]
 
 

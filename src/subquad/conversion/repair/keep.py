@@ -22,6 +22,8 @@ from subquad.conversion.sites import Site, sites
 from subquad.errors import InputError
 from subquad.mechanisms import Softmax
 
+Tried = tuple[int, int, float]  # how many layers were kept so far, one more, and the loss with it
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -30,12 +32,12 @@ class Kept:
     Args:
         layers: that stay softmax, the most useful first.
         losses: before, and after each of them.
-        tried: (number of layers kept so far, layer, loss) of every model that was tried.
+        tried: every model.
     """
 
     layers: tuple[int, ...]
     losses: tuple[float, ...]
-    tried: tuple[tuple[int, int, float], ...]
+    tried: tuple[Tried, ...]
 
 
 def keep_softmax(
@@ -44,26 +46,23 @@ def keep_softmax(
     batches: Sequence[Batch],
     count: int,
     *,
-    tell: Callable[[int, int], object] = lambda done, of: None,
+    known: Sequence[Tried] = (),
+    tell: Callable[[Sequence[Tried], int], object] = lambda tried, of: None,
 ) -> Kept:
     """Put softmax back into the `count` layers of `converted` where that helps most; what the others have learnt stays.
 
     Args:
-        tell: called with how many models have been tried, and of how many.
+        known: what the same search has tried before it was stopped, and need not try again.
+        tell: called with what has been tried, and how many that will be.
     """
     require_tokens(batches)
     require_pair(original, converted)
-    by_layer: dict[int, list[Site]] = {}
-    for site in sites(converted):
-        if not getattr(site.module, NAME).config.info.exact:
-            by_layer.setdefault(site.layer, []).append(site)
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < len(by_layer):
-        raise InputError(
-            f"between 1 and {len(by_layer) - 1} of the {len(by_layer)} converted layers can stay softmax; got {count!r}."
-        )
+    by_layer = converted_layers(converted)
+    require_count(count, len(by_layer))
+    before_that = {(kept, layer): loss for kept, layer, loss in known}
     total = count * (2 * len(by_layer) - count + 1) // 2
     kept: list[int] = []
-    tried: list[tuple[int, int, float]] = []
+    tried: list[Tried] = []
     was_training = converted.training
     converted.eval()
     with watchable(original) as teacher:
@@ -71,12 +70,15 @@ def keep_softmax(
         for _ in range(count):
             found = {}
             for layer in sorted(set(by_layer) - set(kept)):
-                before = [_exchange(site) for site in by_layer[layer]]
-                found[layer] = _loss(teacher, converted, batches)
-                for site, mechanism in zip(by_layer[layer], before, strict=True):
-                    site.module.add_module(NAME, mechanism)
+                if (len(kept), layer) in before_that:
+                    found[layer] = before_that[len(kept), layer]
+                else:
+                    before = [_exchange(site) for site in by_layer[layer]]
+                    found[layer] = _loss(teacher, converted, batches)
+                    for site, mechanism in zip(by_layer[layer], before, strict=True):
+                        site.module.add_module(NAME, mechanism)
                 tried.append((len(kept), layer, found[layer]))
-                tell(len(tried), total)
+                tell(tried, total)
             best = min(found, key=lambda layer: found[layer])
             for site in by_layer[best]:
                 _exchange(site)
@@ -85,6 +87,21 @@ def keep_softmax(
     _write(converted)
     converted.train(was_training)
     return Kept(tuple(kept), tuple(losses), tuple(tried))
+
+
+def converted_layers(converted: PreTrainedModel) -> dict[int, list[Site]]:
+    """The sites that are not softmax, by layer."""
+    by_layer: dict[int, list[Site]] = {}
+    for site in sites(converted):
+        if not getattr(site.module, NAME).config.info.exact:
+            by_layer.setdefault(site.layer, []).append(site)
+    return by_layer
+
+
+def require_count(count: int, layers: int) -> None:
+    """That some of the converted `layers` stay converted."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < layers:
+        raise InputError(f"between 1 and {layers - 1} of the {layers} converted layers can stay softmax; got {count!r}.")
 
 
 def _exchange(site: Site) -> Mechanism:

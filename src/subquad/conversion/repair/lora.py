@@ -10,7 +10,7 @@ matched needs no labels of a task:
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -34,15 +34,8 @@ class Lora(Stage):
     name = "lora"
 
     def __init__(self, original: PreTrainedModel, converted: PreTrainedModel, loss: Loss | None = None, rank: int = 8) -> None:
-        peft = _peft()
-        is_causal = converted.can_generate() and not converted.config.is_encoder_decoder
-        self.kind = loss or ("language" if is_causal else "embedding")
-        if self.kind not in get_args(Loss):
-            raise OptionError(f"the loss of a low-rank finetune is one of {', '.join(get_args(Loss))}; got {self.kind!r}.")
-        if self.kind != "embedding" and not is_causal:
-            raise InputError(
-                f"the {self.kind} loss is of causal language models; got {type(converted).__name__}. Use embedding."
-            )
+        peft = need_peft()
+        self.kind = kind_of(converted, loss)
         self.original, self.converted = original, converted
         targets = _projections(converted)
         is_turned = any(isinstance(converted.get_submodule(name), Conv1D) for name in targets)  # GPT-2 keeps W^T
@@ -97,6 +90,17 @@ class Lora(Stage):
         return part(**model_inputs(part, batch)).last_hidden_state
 
 
+def kind_of(converted: PreTrainedModel, loss: str | None) -> Loss:
+    """The loss to take for a model, by default the one of its kind."""
+    is_causal = converted.can_generate() and not converted.config.is_encoder_decoder
+    kind = loss or ("language" if is_causal else "embedding")
+    if kind not in get_args(Loss):
+        raise OptionError(f"the loss of a low-rank finetune is one of {', '.join(get_args(Loss))}; got {kind!r}.")
+    if kind != "embedding" and not is_causal:
+        raise InputError(f"the {kind} loss is of causal language models; got {type(converted).__name__}. Use embedding.")
+    return cast(Loss, kind)
+
+
 def _projections(model: PreTrainedModel) -> list[str]:
     """The linear maps of the attention modules, by their whole names; where one stands inside another, of that one."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -108,7 +112,7 @@ def _projections(model: PreTrainedModel) -> list[str]:
     return sorted(found)
 
 
-def _peft() -> Any:
+def need_peft() -> Any:
     try:
         import peft
     except ImportError as error:
