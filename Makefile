@@ -52,6 +52,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+test: export OMP_NUM_THREADS := 1 # a worker for each core, and so are the processes that tests start
 test: check
 	$(BIN)/pytest --numprocesses auto
 	SUBQUAD_NATIVE=0 $(BIN)/pytest --numprocesses auto tests/contract tests/mechanisms -k '$(COMPILED)' \
