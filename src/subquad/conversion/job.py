@@ -27,9 +27,9 @@ from subquad.bench.results import ResultsError, Setting, alone
 from subquad.conversion.diagnosis import diagnose
 from subquad.conversion.opening import open_config, open_model, open_tokenizer, require_convertible
 from subquad.conversion.repair import FINETUNE, TRANSFER, Progress, Schedule, finetune, keep_softmax, transfer
+from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import converted_layers, require_count
 from subquad.conversion.repair.lora import kind_of, need_peft
-from subquad.conversion.repair.transfer import Transfer
 from subquad.conversion.results import FILE, KEEP, SWAP, Results, load, save
 from subquad.conversion.swap import Layers, convert
 from subquad.conversion.text import Calibration, calibration
