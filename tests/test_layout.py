@@ -10,7 +10,7 @@ import subquad as sq
 ROOT = Path(sq.__file__).parent
 # A module may import from the layers before its own, and from its own.
 LAYERS = [
-    {"errors", "masks", "rotary", "reference", "recomputation", "files", "extras"},
+    {"errors", "extras", "files", "masks", "pretrained", "recomputation", "reference", "rotary"},
     {"state"},
     {"engines"},
     {"mechanisms"},
@@ -22,8 +22,10 @@ LAYERS = [
     {"bench"},
     {"tasks"},
     {"training"},
+    {"conversion"},
+    {"generation"},
     {"report"},
-    {"cli", "cli_parts", "cli_train", "__main__"},
+    {"cli", "cli_convert", "cli_generate", "cli_parts", "cli_train", "__main__"},
 ]
 
 

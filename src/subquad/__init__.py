@@ -41,6 +41,7 @@ from subquad.mechanisms import (
     SparseStrided,
     Taylor,
 )
+from subquad.pretrained import watch as _watch
 from subquad.registry import info, methods, why_not
 from subquad.state import State
 
@@ -48,13 +49,21 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`models` and `advise` load more than torch, so they load when they are used."""
+    """What loads more than torch loads when it is used."""
     if name == "models":
         return import_module("subquad.models")
-    if name == "advise":
-        return import_module("subquad.bench").advise
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module 'subquad' has no attribute {name!r}")
 
+
+_LATER = {
+    "advise": "subquad.bench",
+    "convert": "subquad.conversion",
+    "diagnose": "subquad.conversion",
+    "revert": "subquad.conversion",
+}
+_watch()
 
 __all__ = [
     "RFA",

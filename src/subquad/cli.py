@@ -15,6 +15,8 @@ from rich.table import Table
 
 import subquad
 from subquad import Info, InputError, MissingExtraError, SubquadError
+from subquad.cli_convert import convert
+from subquad.cli_generate import generate
 from subquad.cli_parts import Bar, configured
 from subquad.cli_train import train
 from subquad.registry import resolve
@@ -271,6 +273,10 @@ def advise(
 
 
 app.command(epilog="Example: [bold]subquad train digits --method linear,softmax --epochs 1 --out digits[/bold]")(train)
+app.command(
+    epilog="Example: [bold]subquad convert ./model --method hybrid --text text.txt --repair transfer,lora --out new[/bold]"
+)(convert)
+app.command(epilog='Example: [bold]subquad generate new/model "Once upon a time" --stream[/bold]')(generate)
 
 
 def _where(results: Any, path: Path | None) -> str:

@@ -1,4 +1,4 @@
-"""What several commands share: a progress bar, and options of a method on the command line."""
+"""What several commands share: a progress bar, tables, and options of a method on the command line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 
 from subquad import Config, OptionError
 from subquad.registry import resolve
@@ -30,6 +33,24 @@ class Bar:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+
+def time_left(seconds: float | None) -> str:
+    """In words, for the bar; nothing where it is not known."""
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"about {minutes} min {rest:02} s left" if minutes else f"about {rest} s left"
+
+
+def printed(table: Any) -> Table:
+    """A table of a report (`subquad.report.tables.Table`) for the terminal: words at the left, then numbers."""
+    found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column, heading in enumerate(table.headings):
+        found.add_column(heading, justify="right" if column else "left", no_wrap=not column)
+    for row in table.rows:
+        found.add_row(*(escape(cell.text) for cell in row))
+    return found
 
 
 def configured(method: str, options: Sequence[str]) -> Config:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from subquad import Config, InputError, MissingExtraError
-from subquad.cli_parts import Bar, configured, named_values
+from subquad.cli_parts import Bar, configured, named_values, printed, time_left
 from subquad.registry import resolve
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -86,7 +86,7 @@ def train(
     def show(progress: Progress) -> None:
         record = progress.record
         curve = "" if record.loss is None else f" loss {record.loss:.3g} {_sparkline([loss for _, loss in record.losses])}"
-        left = "" if progress.left is None else f"about {_time(progress.left)} left"
+        left = time_left(progress.left)
         bar.show(f"{record.method}, step {record.step:,}{curve}", progress.share, left)
 
     with Bar(is_shown=is_first) as bar:
@@ -147,13 +147,7 @@ def _list_tasks() -> None:
 def _print(console: Console, results: Any, folder: Path) -> None:
     from subquad.report.training import summary, write_training_page
 
-    shown = summary(results)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in shown.headings:
-        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=heading == "method")
-    for row in shown.rows:
-        table.add_row(*(escape(cell.text) for cell in row))
-    console.print(table)
+    console.print(printed(summary(results)))
     for record in results.records:
         if record.why:
             console.print(f"{record.method}: {record.status}. {escape(record.why)}", style="dim", soft_wrap=True)
@@ -177,8 +171,3 @@ def _sparkline(values: Sequence[float], width: int = 12) -> str:
         means.append(sum(part) / len(part))
     low, span = min(means), (max(means) - min(means)) or 1.0
     return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

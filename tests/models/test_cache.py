@@ -152,5 +152,5 @@ def test_other_models_cannot_use_it():
     cache = SubquadCache(causal_lm("linear").config)
     with pytest.raises(sq.UnsupportedError, match="not another model's keys and values"):
         cache.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
-    with pytest.raises(sq.InputError, match="takes the config of a subquad model; got int"):
+    with pytest.raises(sq.InputError, match="takes the config of a subquad or a converted model; got int"):
         SubquadCache(3)

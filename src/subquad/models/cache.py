@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from subquad.errors import InputError, StateError, UnsupportedError
@@ -123,10 +124,10 @@ class SubquadLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
-    def lazy_initialization(self, *_: Any) -> NoReturn:
+    def lazy_initialization(self, *_: Any) -> None:
         self.update()
 
-    def update(self, *_: Any, **__: Any) -> NoReturn:
+    def update(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
             "a SubquadCache holds states of mechanisms, not another model's keys and values. Pass it to a subquad model."
         )
@@ -152,17 +153,53 @@ class SubquadLayer(CacheLayerMixin):
             self.reorder_cache(torch.arange(self.state.batch, device=self.state.device).repeat_interleave(repeats))
 
 
+class ConvertedLayer(SubquadLayer):
+    """The part of a converted model's layer. That model's attention hands its keys to the cache, and then to the mechanism,
+    which finds this layer behind them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waiting = False  # for the mechanism that the keys were handed to
+
+    @staticmethod
+    def behind(key: Tensor) -> ConvertedLayer | None:
+        return getattr(key, "_subquad_layer", None)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.is_waiting:
+            raise UnsupportedError(
+                "a SubquadCache holds states of mechanisms, and the attention that it was passed to has none. Pass it to the "
+                "converted model that it was made for; after a call that was refused, begin with a new one."
+            )
+        key_states._subquad_layer, self.is_waiting = self, True  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def take(self, step: Step[State]) -> None:
+        self.past.take(step)
+        self.is_waiting = False
+
+    def reset(self) -> None:
+        super().reset()
+        self.is_waiting = False
+
+
 class SubquadCache(Cache):
-    """A cache for the decoder of a subquad model; `model.generate` makes one, or takes one to go on from.
+    """A cache for the decoder of a subquad model, or of a converted one; `generate` makes one, or takes one to go on from.
 
     Its size is that of the mechanisms' states: constant for kernelized ones, bounded for windowed ones, growing for softmax.
     """
 
-    def __init__(self, config: SubquadConfig) -> None:
-        if not isinstance(config, SubquadConfig):
-            raise InputError(f"SubquadCache takes the config of a subquad model; got {type(config).__name__}.")
-        decoder = config.decoder_part() if config.is_encoder_decoder else config
-        super().__init__(layers=[SubquadLayer() for _ in range(decoder.num_hidden_layers)])
+    def __init__(self, config: PreTrainedConfig) -> None:
+        layers: list[SubquadLayer]
+        if isinstance(config, SubquadConfig):
+            decoder = config.decoder_part() if config.is_encoder_decoder else config
+            layers = [SubquadLayer() for _ in range(decoder.num_hidden_layers)]
+        elif (converted := getattr(config, "subquad", None)) is not None:
+            layers = [ConvertedLayer() for _ in range(converted["cache_layers"])]
+        else:
+            raise InputError(f"SubquadCache takes the config of a subquad or a converted model; got {type(config).__name__}.")
+        super().__init__(layers=layers)
         self.position: Rolling[Tensor] = Rolling()  # (B,): real tokens so far
 
     @property
@@ -177,7 +214,8 @@ class SubquadCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens, as assisted decoding does; needs `activate_past_recording` before them."""
-        self.position.crop(_removed(tokens_to_remove))
+        if self.position.value is not None:
+            self.position.crop(_removed(tokens_to_remove))
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:

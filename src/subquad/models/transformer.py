@@ -6,7 +6,6 @@ B batch, N tokens, M tokens of an encoder's output.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,12 +18,17 @@ from transformers.utils import can_return_tuple
 from subquad import checks
 from subquad.api import Mechanism
 from subquad.errors import InputError, StateError
-from subquad.models import inputs
+from subquad.models import inputs, loading
 from subquad.models.block import Block, norm
 from subquad.models.cache import Step, SubquadCache
 from subquad.models.configuration import SubquadConfig
 from subquad.models.positions import BIASES, EMBEDDED
 from subquad.rotary import positions
+
+_ADVICE = (
+    "Load with the class and config that saved them; or with strict=False, which starts missing weights anew and "
+    "leaves surplus ones out, and ignore_mismatched_sizes=True, which starts those of another shape anew."
+)
 
 
 class SubquadPreTrainedModel(PreTrainedModel):
@@ -69,35 +73,14 @@ class SubquadPreTrainedModel(PreTrainedModel):
         wants_info = kwargs.pop("output_loading_info", False)
         may_differ = kwargs.pop("ignore_mismatched_sizes", False)
         model, info = super().from_pretrained(path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
-        misfits = {"missing": info["missing_keys"], "surplus": info["unexpected_keys"]} if strict else {}
-        if not may_differ:
-            misfits["of another shape"] = [_mismatch(*key) for key in info["mismatched_keys"]]
-        _refuse(misfits, cls.__name__, path)
-        for module in model.modules():
-            if isinstance(module, Mechanism):
-                module.take_seed()
-        for weight in (*model.parameters(), *model.buffers()):
-            weight.data = weight.data.clone()  # kernels round differently where a file has left a tensor unaligned
+        found = loading.misfits(info)
+        if strict is False:
+            found = {"of another shape": found["of another shape"]}
+        if may_differ:
+            found.pop("of another shape")
+        loading.refuse(found, cls.__name__, path, _ADVICE)
+        loading.settle(model)
         return (model, info) if wants_info else model
-
-
-def _refuse(misfits: dict[str, Iterable[str]], model: str, path: object) -> None:
-    lines = "".join(f"\n  - {kind}: {_some(sorted(names))}" for kind, names in misfits.items() if names)
-    if lines:
-        raise InputError(
-            f"the weights in {path} are not those of {model} with this config:{lines}\n"
-            "Load with the class and config that saved them; or with strict=False, which starts missing weights anew and "
-            "leaves surplus ones out, and ignore_mismatched_sizes=True, which starts those of another shape anew."
-        )
-
-
-def _mismatch(name: str, saved: torch.Size, expected: torch.Size) -> str:
-    return f"{name} {tuple(saved)} instead of {tuple(expected)}"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
 
 
 class SubquadModel(SubquadPreTrainedModel):

@@ -21,6 +21,7 @@ from subquad.report.looks import Look, looks, theme
 Spec = dict[str, Any]
 FORMATS = ("png", "svg")
 _WIDTH, _HEIGHT = 760, 420
+_ROW = 26  # pixels of a heat map's row
 _TOKENS = "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
 _IS_DRAWN = "indexof(hidden, datum.method) < 0"
 _DIGIT = "round(datum.value / pow(10, floor(log(datum.value) / LN10 + 1e-9)))"
@@ -172,6 +173,33 @@ def curves(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page:
     return _sized(_with_signals(alt, alt.layer(*layers), kinds), in_page, rows)
 
 
+def heat_map(rows: figures.Rows, layers: Sequence[str], title: str, highest: float, in_page: bool) -> Spec:
+    """A square for every layer and head, in the theme's colours from 0 to `highest`; `layers` are those that have a row."""
+    (alt,) = need("report", "a chart", "altair")
+    tips = {"layer": "layer", "head": "head", "amount": title}
+    chart = (
+        alt.Chart(alt.NamedData(name="rows"))
+        .mark_rect()
+        .encode(
+            x=alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0, labelOverlap=True, domain=False, ticks=False)),
+            y=alt.Y(
+                "layer:N",
+                title="layer",
+                sort=None,
+                scale=alt.Scale(domain=list(layers)),
+                axis=alt.Axis(labelLimit=110, domain=False, ticks=False),
+            ),
+            color=alt.Color(
+                "value:Q",
+                scale=alt.Scale(domain=[0, highest or 1], interpolate="rgb"),
+                legend=alt.Legend(title=None, orient="bottom", gradientLength=200, tickCount=4),
+            ),
+            tooltip=[alt.Tooltip(field, type="nominal", title=words) for field, words in tips.items()],
+        )
+    )
+    return _sized(_with_signals(alt, chart, ()), in_page, rows, max(90, _ROW * len(layers)))
+
+
 def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool) -> Spec:
     """Points with labels, which Vega-Lite cannot keep apart: hence compiled to Vega, and the labels added."""
     alt, convert = need("report", "a chart", "altair", "vl_convert")
@@ -273,6 +301,6 @@ def _with_signals(alt: Any, chart: Any, kinds: Sequence[str]) -> Any:
     return chart.add_params(*params)
 
 
-def _sized(chart: Any, in_page: bool, rows: figures.Rows) -> Spec:
-    chart = chart.properties(width="container" if in_page else _WIDTH, height=_HEIGHT)
+def _sized(chart: Any, in_page: bool, rows: figures.Rows, height: int = _HEIGHT) -> Spec:
+    chart = chart.properties(width="container" if in_page else _WIDTH, height=height)
     return {**chart.to_dict(), "datasets": {"rows": rows}}

