@@ -1,0 +1,79 @@
+"""Sentence embeddings by another attention: all-MiniLM-L6-v2 converted, judged by what it says of pairs of sentences, repaired.
+
+    python examples/convert_minilm.py MODEL SENTENCES.txt --method hedgehog --out embedder
+
+MODEL is a folder with all-MiniLM-L6-v2, or sentence-transformers/all-MiniLM-L6-v2 on the hub; SENTENCES.txt has some hundreds
+of sentences, one a line, of the kind that will be embedded. No labels are needed: the converted model learns to give the
+original's hidden states. The extra `convert` is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+import subquad as sq
+from subquad.conversion import Schedule, finetune, mechanisms, transfer
+
+BATCH = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("sentences", type=Path)
+    parser.add_argument("--method", default="hedgehog", help="a mechanism (hedgehog)")
+    parser.add_argument("--steps", type=int, default=200, help="of each repair (200)")
+    parser.add_argument("--out", type=Path, help="folder to save the repaired model to")
+    options = parser.parse_args()
+    if not options.sentences.is_file():
+        parser.error(f"SENTENCES is a file to read; there is none at {options.sentences}")
+
+    original = AutoModel.from_pretrained(options.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    lines = [line.strip() for line in options.sentences.read_text(encoding="utf-8").splitlines() if line.strip()]
+    texts, held_out = lines[BATCH:], lines[:BATCH]
+    batches = [read(tokenizer, texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
+
+    converted = sq.convert(original, options.method, copy=True)
+    say("right after the swap", original, converted, read(tokenizer, held_out))
+    schedule = Schedule(steps=options.steps, every=max(1, options.steps // 5))
+    if any(next(mechanism.parameters(), None) is not None for mechanism in mechanisms(converted).values()):
+        transfer(original, converted, batches, schedule)
+        say("after attention transfer", original, converted, read(tokenizer, held_out))
+    finetune(original, converted, batches, Schedule(steps=options.steps, lr=2e-3, every=schedule.every), loss="embedding")
+    say("after low-rank finetuning", original, converted, read(tokenizer, held_out))
+    if options.out is not None:
+        converted.save_pretrained(options.out)
+        tokenizer.save_pretrained(options.out)
+        print(f"saved to {options.out}: import subquad, then AutoModel.from_pretrained reads it")
+
+
+def read(tokenizer: Any, texts: list[str]) -> dict[str, Tensor]:
+    return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
+
+
+@torch.no_grad()
+def embedded(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The mean of the real tokens' last hidden states, of length 1: (B, dim)."""
+    states, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
+    return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+def say(when: str, original: Any, converted: Any, batch: dict[str, Tensor]) -> None:
+    before, after = embedded(original, batch), embedded(converted, batch)
+    pairs = torch.triu_indices(len(before), len(before), 1)
+    ours, theirs = ((x @ x.T)[pairs[0], pairs[1]] for x in (after, before))
+    agreement = torch.corrcoef(torch.stack([ours, theirs]))[0, 1]
+    print(f"{when}: cosine to the original's embeddings {float((before * after).sum(-1).mean()):.4f}, ", end="")
+    print(f"correlation of the likeness of pairs {float(agreement):.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""A language model in constant memory: SmolLM2 converted, repaired on a text, and asked to go on with a prompt.
+
+    python examples/convert_smollm2.py MODEL TEXT.txt --window 256 --prompt "The history of science"
+
+MODEL is a folder with SmolLM2-135M, or HuggingFaceTB/SmolLM2-135M on the hub; with --gguf, a folder with that GGUF file. Any
+other causal language model of a family that can be converted does as well. The extra `convert` is needed, and gguf for GGUF
+files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import subquad as sq
+from subquad.conversion import Schedule, finetune, transfer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--gguf", help="a GGUF file in the folder")
+    parser.add_argument("--window", type=int, default=256, help="tokens that are seen as they are (256)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence to learn from (512)")
+    parser.add_argument("--steps", type=int, default=40, help="of each repair (40)")
+    parser.add_argument("--prompt", default="Once upon a time")
+    parser.add_argument("--tokens", type=int, default=60, help="to write (60)")
+    options = parser.parse_args()
+    if not options.text.is_file():
+        parser.error(f"TEXT is a file to read; there is none at {options.text}")
+
+    where = {"gguf_file": options.gguf} if options.gguf else {}
+    original = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, **where).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model, **where)
+    ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    rows = ids[: len(ids) // options.length * options.length].view(-1, options.length)
+    batches = [{"input_ids": row[None]} for row in rows]
+    judged, learnt = batches[:2], batches[2:]
+
+    window = sq.convert(original, sq.Local(window=options.window), copy=True)
+    say("the window alone", original, window, judged)
+    converted = sq.convert(original, sq.Hybrid(window=options.window), copy=True)
+    say("hybrid, right after the swap", original, converted, judged)
+    every = max(1, options.steps // 4)
+    transfer(original, converted, learnt, Schedule(steps=options.steps, lr=2e-2, every=every))
+    say("after attention transfer", original, converted, judged)
+    finetune(original, converted, learnt, Schedule(steps=options.steps, lr=1e-3, every=every), loss="distil")
+    say("after low-rank finetuning", original, converted, judged)
+
+    prompt = tokenizer(options.prompt, return_tensors="pt")
+    for name, model in (("original", original), ("converted", converted)):
+        begun = time.perf_counter()
+        found: Any = model.generate(
+            **prompt, max_new_tokens=options.tokens, do_sample=False, return_dict_in_generate=True,
+            pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        seconds = time.perf_counter() - begun
+        written = found.sequences.shape[1] - prompt["input_ids"].shape[1]
+        print(f"\n{name}, {written / seconds:.1f} tokens a second, {held(found.past_key_values):,} bytes held:")
+        print(tokenizer.decode(found.sequences[0], skip_special_tokens=True))
+
+
+def say(when: str, original: Any, converted: Any, batches: list[dict[str, torch.Tensor]]) -> None:
+    found = sq.diagnose(original, converted, batches)
+    assert found.loss_before is not None
+    assert found.loss_after is not None
+    print(f"{when}: perplexity {math.exp(found.loss_after):.2f}, of the original {math.exp(found.loss_before):.2f}")
+
+
+def held(cache: Any) -> int:
+    """Bytes: of states, or of keys and values."""
+    if hasattr(cache, "nbytes"):
+        return int(cache.nbytes)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+if __name__ == "__main__":
+    main()
