@@ -28,7 +28,9 @@ def number(pattern, printed):
     return float(found[1].replace(",", ""))
 
 
-@pytest.mark.parametrize("name", ["character_lm", "image_classifier", "translation", "save_qkv", "convert_minilm", "convert_smollm2"])
+@pytest.mark.parametrize(
+    "name", ["character_lm", "image_classifier", "translation", "save_qkv", "convert_minilm", "convert_smollm2"]
+)
 def test_help_shows_how_to_run_it(name):
     assert f"python examples/{name}.py" in run(name, "--help")
 
