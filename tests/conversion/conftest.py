@@ -1,6 +1,7 @@
 """Folders with a tiny model and a tokenizer of bytes, as `from_pretrained` reads them, and a text to judge by."""
 
 import lzma
+import signal
 
 import pytest
 import torch
@@ -41,6 +42,14 @@ def saved(model, path):
     spread(model).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard():
+    """Workers that run tests side by side are deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
