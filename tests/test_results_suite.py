@@ -23,7 +23,7 @@ from subquad.cli import app
 from subquad.tasks.rows import length
 from subquad.training import Results, checkpoints
 from subquad.training.data import Batches, loader
-from subquad.training.plan import Plan, configured, named, options_of, place
+from subquad.training.plan import Plan, chosen, configured, named, options_of, place
 from subquad.training.run import deterministic, quiet
 from tests.training.weights import equal, last
 
@@ -419,9 +419,9 @@ def test_the_command_of_a_cell_trains_what_is_declared(cell, monkeypatch):
     def train(task, methods, settings, out, *, precision, checkpointing, eval_every, save_every, eval_rows, threads, **_):
         given = {"precision": precision, "checkpointing": checkpointing, "eval_every": eval_every, "save_every": save_every}
         plan = Plan(task=place(task), settings=settings, threads=threads, eval_rows=eval_rows, **given)
-        options = options_of(configured(methods[0], settings.length))
-        assert {"settings": plan.identity(), "options": options} == cell.identity()
-        assert (methods, threads) == ([cell.method], 1)
+        [config] = chosen(task, methods, settings)[0].values()
+        assert {"settings": plan.identity(), "options": options_of(config)} == cell.identity()
+        assert (config, threads) == (cell.config, 1)
         return Results({}, {}, {})
 
     monkeypatch.setattr(training, "train", train)
