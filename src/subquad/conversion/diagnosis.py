@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from subquad.api import Mechanism
 from subquad.conversion import record as records
-from subquad.conversion.observe import Batch, Seen, model_inputs, run, watchable
+from subquad.conversion.observe import Batch, Seen, is_causal_lm, last_states, real_tokens, run, watchable
 from subquad.conversion.swap import every_mechanism, mechanisms
 from subquad.errors import InputError
 
@@ -110,8 +110,9 @@ def diagnose(
     try:
         with watchable(original) as teacher, torch.no_grad():
             for done, batch in enumerate(batches, 1):
-                damage.add(run(teacher, batch))
-                whole.add(teacher, converted, batch)
+                seen, before = run(teacher, batch)
+                damage.add(seen)
+                whole.add(teacher, before, converted, batch)
                 tell(done)
     finally:
         converted.train(was_training)
@@ -219,21 +220,15 @@ class Whole:
         self.cosine = self.before = self.after = 0.0
         self.tokens = self.predicted = 0
 
-    def add(self, original: PreTrainedModel, converted: PreTrainedModel, batch: Batch) -> None:
-        is_causal = original.can_generate() and not original.config.is_encoder_decoder
-        states = []
-        for model in (original, converted):
-            part = model.base_model
-            states.append(part(**model_inputs(part, batch)).last_hidden_state)
-        mask = batch.get("attention_mask")
-        real = torch.ones(states[0].shape[:2], dtype=torch.bool) if mask is None or states[0].shape[:2] != mask.shape else mask
-        real = real.bool().to(states[0].device)
-        cosines = F.cosine_similarity(states[0].double(), states[1].double(), dim=-1)[real]
-        self.cosine += float(cosines.sum())
+    def add(self, original: PreTrainedModel, before: Tensor, converted: PreTrainedModel, batch: Batch) -> None:
+        """One batch; `before` are the original's last hidden states."""
+        after = last_states(converted, batch)
+        real = real_tokens(batch, before)
+        self.cosine += float(F.cosine_similarity(before.double(), after.double(), dim=-1)[real].sum())
         self.tokens += int(real.sum())
-        if is_causal:
-            ids = batch["input_ids"].to(states[0].device)
-            losses = [_loss(model, state, ids, real) for model, state in zip((original, converted), states, strict=True)]
+        if is_causal_lm(original):
+            ids = batch["input_ids"].to(before.device)
+            losses = [_loss(model, states, ids, real) for model, states in ((original, before), (converted, after))]
             self.before += losses[0][0]
             self.after += losses[1][0]
             self.predicted += losses[0][1]

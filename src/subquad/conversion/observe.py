@@ -79,11 +79,30 @@ def watchable(original: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @torch.no_grad()
-def run(model: PreTrainedModel, batch: Batch) -> dict[str, Seen]:
-    """What each site of a converted model sees of one batch."""
+def run(model: PreTrainedModel, batch: Batch) -> tuple[dict[str, Seen], Tensor]:
+    """What each site of a converted model sees of one batch, and the model's last hidden states."""
     with watched(model) as seen:
-        model.base_model(**model_inputs(model.base_model, batch))
-    return seen
+        states = last_states(model, batch)
+    return seen, states
+
+
+def last_states(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """(B, N, dim): what a model without its head makes of a batch."""
+    part = model.base_model
+    return part(**model_inputs(part, batch)).last_hidden_state
+
+
+def real_tokens(batch: Batch, states: Tensor) -> Tensor:
+    """(B, N) bool: which of the states are of no pads, where the batch says so of these tokens."""
+    mask = batch.get("attention_mask")
+    if mask is None or mask.shape != states.shape[:2]:
+        return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+    return mask.bool().to(states.device)
+
+
+def is_causal_lm(model: PreTrainedModel) -> bool:
+    """Whether it predicts each token from those before it."""
+    return bool(model.can_generate() and not model.config.is_encoder_decoder)
 
 
 def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:

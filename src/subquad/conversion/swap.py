@@ -18,6 +18,7 @@ from subquad.api import Mechanism
 from subquad.conversion import record as records
 from subquad.conversion.caching import lets_generate, stop_caching
 from subquad.conversion.interface import NAME
+from subquad.conversion.opening import context_of
 from subquad.conversion.record import Record
 from subquad.conversion.sites import Site, sites
 from subquad.errors import InputError, OptionError, UnsupportedError
@@ -65,12 +66,11 @@ def convert(
     target = copying.deepcopy(model) if copy else model
     _own_config(target)
     _forget_file(target)
-    limit = getattr(model.config, "max_position_embeddings", None)
     conversion = Record(
         sites=records.described(kinds),
         attention=model.config._attn_implementation,
         cache_layers=max((site.layer + 1 for site in found if _is_cached(site, kinds[site.name])), default=0),
-        context=limit if any(site.is_causal for site in found) else None,
+        context=context_of(model.config) if any(site.is_causal for site in found) else None,
         is_beyond_allowed=beyond_context,
     )
     install(target, conversion)

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from subquad.conversion.diagnosis import LEAST, tokens_of
+from subquad.conversion.observe import is_causal_lm
 from subquad.conversion.opening import context_of
 from subquad.errors import InputError
 from subquad.tasks.source import damaged, read
@@ -74,7 +75,7 @@ def calibration(
         )
     length = _length(model, tokenizer, length, is_beyond_allowed)
     pieces = _pieces(files)
-    sequences = _packed(tokenizer, pieces, length, tokens) if is_causal(model) else _lines(tokenizer, pieces, length, tokens)
+    sequences = _packed(tokenizer, pieces, length, tokens) if is_causal_lm(model) else _lines(tokenizer, pieces, length, tokens)
     count = max(_FEW, math.ceil(_SHARE * len(sequences)))
     judged, learnt = sequences[:count], sequences[count:]
     _require_enough(judged, learnt if is_learnt else None, length, batch)
@@ -82,11 +83,6 @@ def calibration(
         [_stacked(model, tokenizer, part[i : i + batch]) for i in range(0, len(part), batch)] for part in (judged, learnt)
     ]
     return Calibration(*batches)
-
-
-def is_causal(model: PreTrainedModel) -> bool:
-    """Whether it is a causal language model."""
-    return bool(model.can_generate() and not model.config.is_encoder_decoder)
 
 
 def _length(model: PreTrainedModel, tokenizer: Any, asked: int | None, is_beyond_allowed: bool) -> int:
@@ -140,7 +136,7 @@ def _lines(tokenizer: Any, pieces: Iterator[str], length: int, most: int) -> lis
 
 def _stacked(model: PreTrainedModel, tokenizer: Any, sequences: Sequence[Tensor]) -> Batch:
     """Sequences of a causal model as they are; others padded behind, with a mask."""
-    if is_causal(model):
+    if is_causal_lm(model):
         return {"input_ids": torch.stack(list(sequences))}
     ids = pad_sequence(list(sequences), batch_first=True, padding_value=tokenizer.pad_token_id or 0)
     lengths = torch.tensor([len(sequence) for sequence in sequences])

@@ -40,7 +40,7 @@ class Transfer(Stage):
         return {f"{site}.{name}": p for site, m in self.mechanisms.items() for name, p in m.named_parameters()}
 
     def loss(self, batch: Batch) -> Tensor:
-        seen = run(self.original, batch)
+        seen, _ = run(self.original, batch)
         losses = []
         for name, mechanism in self.mechanisms.items():
             missed, had = head_errors(seen[name], seen[name].by(mechanism))

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from subquad.api import Mechanism
 from subquad.conversion import record as records
 from subquad.conversion.diagnosis import Whole, require_pair, require_tokens
 from subquad.conversion.interface import NAME
-from subquad.conversion.observe import Batch, watchable
+from subquad.conversion.observe import Batch, run, watchable
 from subquad.conversion.sites import Site, sites
 from subquad.errors import InputError
 from subquad.mechanisms import Softmax
@@ -66,16 +67,21 @@ def keep_softmax(
     was_training = converted.training
     converted.eval()
     with watchable(original) as teacher:
-        losses = [_loss(teacher, converted, batches)]
+        before = [run(teacher, batch)[1] for batch in batches]
+
+        def loss() -> float:
+            return _loss(teacher, before, converted, batches)
+
+        losses = [loss()]
         for _ in range(count):
             found = {}
             for layer in sorted(set(by_layer) - set(kept)):
                 if (len(kept), layer) in before_that:
                     found[layer] = before_that[len(kept), layer]
                 else:
-                    before = [_exchange(site) for site in by_layer[layer]]
-                    found[layer] = _loss(teacher, converted, batches)
-                    for site, mechanism in zip(by_layer[layer], before, strict=True):
+                    own = [_exchange(site) for site in by_layer[layer]]
+                    found[layer] = loss()
+                    for site, mechanism in zip(by_layer[layer], own, strict=True):
                         site.module.add_module(NAME, mechanism)
                 tried.append((len(kept), layer, found[layer]))
                 tell(tried, total)
@@ -113,10 +119,10 @@ def _exchange(site: Site) -> Mechanism:
 
 
 @torch.no_grad()
-def _loss(original: PreTrainedModel, converted: PreTrainedModel, batches: Sequence[Batch]) -> float:
+def _loss(original: PreTrainedModel, before: Sequence[Tensor], converted: PreTrainedModel, batches: Sequence[Batch]) -> float:
     whole = Whole()
-    for batch in batches:
-        whole.add(original, converted, batch)
+    for states, batch in zip(before, batches, strict=True):
+        whole.add(original, states, converted, batch)
     return whole.loss
 
 

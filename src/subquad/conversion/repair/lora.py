@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from subquad.conversion.observe import Batch, model_inputs
+from subquad.conversion.observe import Batch, is_causal_lm, last_states, real_tokens
 from subquad.conversion.repair.loop import Stage
 from subquad.conversion.sites import sites
 from subquad.conversion.swap import mechanisms
@@ -49,8 +49,8 @@ class Lora(Stage):
         return {name: p for name, p in self.converted.named_parameters() if p.requires_grad}
 
     def loss(self, batch: Batch) -> Tensor:
-        after = self._states(self.converted, batch)
-        real = batch.get("attention_mask", torch.ones(after.shape[:2])).bool().to(after.device)
+        after = last_states(self.converted, batch)
+        real = real_tokens(batch, after)
         if self.kind == "embedding":
             before = self._before(batch)
             missed, had = ((x.square().sum(-1) * real).sum() for x in (after - before, before))
@@ -83,16 +83,12 @@ class Lora(Stage):
 
     @torch.no_grad()
     def _before(self, batch: Batch) -> Tensor:
-        return self._states(self.original, batch)
-
-    def _states(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        part = model.base_model
-        return part(**model_inputs(part, batch)).last_hidden_state
+        return last_states(self.original, batch)
 
 
 def kind_of(converted: PreTrainedModel, loss: str | None) -> Loss:
     """The loss to take for a model, by default the one of its kind."""
-    is_causal = converted.can_generate() and not converted.config.is_encoder_decoder
+    is_causal = is_causal_lm(converted)
     kind = loss or ("language" if is_causal else "embedding")
     if kind not in get_args(Loss):
         raise OptionError(f"the loss of a low-rank finetune is one of {', '.join(get_args(Loss))}; got {kind!r}.")
