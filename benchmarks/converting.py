@@ -3,20 +3,21 @@
     make pretrained && python benchmarks/converting.py --data DIR                      # all of it, about two hours
     python benchmarks/converting.py --data DIR --only stories15m --rows hybrid-32
 
-Three models: all-MiniLM-L6-v2 on STS-B (Spearman, more is better), stories15M on TinyStories (nats a token), SmolLM2-135M on
-WikiText-2 and War and Peace (perplexity at 2,048 tokens). Each row is a method: the score right after the swap, after attention
-transfer where it learns anything, and after low-rank finetuning, neither of which sees a label or a test text. A row is written
-when it is done; started again, only what is missing is run, and a repair that was stopped goes on from its checkpoint.
+Each row is a method: the score right after the swap, after attention transfer where it learns anything, and after low-rank
+finetuning, neither of which sees a label or a test text; beside it, what `sq.diagnose` says of the heads, on batches that no
+repair learns from. A row is written when it is done; started again, only what is missing is run, and a repair that was stopped
+goes on from its checkpoint. `benchmarks/studies.py` has the models and rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +25,19 @@ import torch
 from rich.console import Console
 
 import subquad as sq
-from subquad.conversion import Schedule, finetune, mechanisms, transfer
-from subquad.mechanisms import Config
+from subquad.bench.results import read as read_json
+from subquad.conversion import Progress, finetune, mechanisms, transfer
 from subquad.models.methods import to_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks import pretrained
-from benchmarks.common import command, machine, write
+from benchmarks.common import command, machine, markdown, on, write
 from benchmarks.pretrained import Batch, Pretrained
+from benchmarks.studies import STUDIES, Study
 
 OUT = Path(__file__).with_suffix(".json")
-
-
-@dataclass(frozen=True)
-class Study:
-    """One model: how it is scored, and what its repairs learn from."""
-
-    name: str
-    load: Callable[[Path], Pretrained]
-    score: Callable[[Pretrained, Path], dict[str, float]]
-    text: Callable[[Pretrained, Path], list[Batch]]
-    rows: dict[str, Config]
-    transfer: Schedule
-    finetune: Schedule
-    loss: str
-    rank: int = 16
-    unrepaired: tuple[str, ...] = field(default_factory=tuple)
+SCHEMA, VERSION = "subquad.converting", 1
+JUDGED = 2  # batches that heads are judged on: a repair holds out the first ones
+STAGES = {"swapped": "after the swap", "transfer": "after transfer", "finetune": "after finetuning"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,50 +69,59 @@ def run(study: Study, options: argparse.Namespace, line: str) -> None:
     batches = study.text(read, options.data)
     for row in missing:
         console.print(f"{study.name}, {row}")
-        found = _measured(study, row, read, batches, options, console)
+        found = Measured(study, row, read, batches, options, console).run()
         saved = _saved(options.out)
         part = saved["models"].setdefault(study.name, {"original": before, "rows": {}})
         part["rows"][row] = {**found, **_settings(study, row), "command": line, "machine": machine()}
         write(options.out, saved)
 
 
-def _measured(
-    study: Study, row: str, read: Pretrained, batches: list[Batch], options: argparse.Namespace, console: Console
-) -> dict[str, Any]:
-    converted = sq.convert(read.model, study.rows[row], copy=True, beyond_context=True)
-    swapped = Pretrained(converted, read.tokenizer)
-    folder = options.checkpoints / study.name / row
-    found: dict[str, Any] = {"swapped": study.score(swapped, options.data), "seconds": {}, "steps": {}}
-    console.print(found["swapped"])
+class Measured:
+    """One row: a converted model, and what is found of it at each stage."""
 
-    def repaired(stage: str, learn: Callable[..., Any], schedule: Schedule, **more: Any) -> None:
+    def __init__(
+        self, study: Study, row: str, read: Pretrained, batches: list[Batch], options: argparse.Namespace, console: Console
+    ) -> None:
+        self.study, self.row, self.read, self.batches, self.console = study, row, read, batches, console
+        self.data, self.folder = options.data, options.checkpoints / study.name / row
+        torch.manual_seed(0)  # where maps begin at random
+        self.converted = sq.convert(read.model, study.rows[row], copy=True, beyond_context=True)
+        self.stages: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        self._look("swapped")
+        if self.row not in self.study.unrepaired:
+            if any(next(m.parameters(), None) is not None for m in mechanisms(self.converted).values()):
+                self._repair("transfer", transfer)
+            self._repair("finetune", finetune, loss=self.study.loss, rank=self.study.rank)
+        return {"stages": self.stages}
+
+    def _look(self, stage: str, **more: Any) -> None:
+        scores = self.study.score(Pretrained(self.converted, self.read.tokenizer), self.data)
+        heads = sq.diagnose(self.read.model, self.converted, self.batches[:JUDGED]).heads
+        kl = [head.kl for head in heads if head.kl is not None]
+        damage = {"error": statistics.mean(h.error for h in heads), "kl": statistics.mean(kl) if kl else None}
+        self.stages[stage] = {"scores": scores, **damage, **more}
+        self.console.print(stage, scores, damage)
+
+    def _repair(self, stage: str, learn: Callable[..., Progress], **more: Any) -> None:
+        schedule = getattr(self.study, stage)
         begun = time.monotonic()
-        progress = learn(read.model, converted, batches, schedule, folder=folder, tell=lambda p: _tell(console, p), **more)
-        found[stage] = study.score(swapped, options.data)
-        found["seconds"][stage] = max(progress.seconds, time.monotonic() - begun)
-        found["steps"][stage] = {"step": progress.step, "ended": progress.ended, "losses": progress.losses}
-        console.print(stage, found[stage])
+        done = learn(self.read.model, self.converted, self.batches, schedule, folder=self.folder, tell=self._tell, **more)
+        seconds = max(done.seconds, time.monotonic() - begun)
+        self._look(stage, seconds=seconds, step=done.step, ended=done.ended, losses=done.losses)
 
-    if row in study.unrepaired:
-        return found
-    if any(next(m.parameters(), None) is not None for m in mechanisms(converted).values()):
-        repaired("transfer", transfer, study.transfer)
-    repaired("finetune", finetune, study.finetune, loss=study.loss, rank=study.rank)
-    return found
-
-
-def _tell(console: Console, progress: Any) -> None:
-    if progress.step % 25 == 0:
-        console.print(f"{progress.stage} {progress.step}/{progress.steps} {progress.loss:.4f} {progress.seconds:.0f} s")
+    def _tell(self, done: Progress) -> None:
+        if done.step % 25 == 0:
+            self.console.print(f"{done.stage} {done.step}/{done.steps} {done.loss:.4f} {done.seconds:.0f} s")
 
 
 def _settings(study: Study, row: str) -> dict[str, Any]:
-    config = study.rows[row]
     stages = {
         "transfer": asdict(study.transfer),
         "finetune": {**asdict(study.finetune), "loss": study.loss, "rank": study.rank},
     }
-    return {"method": to_json(config, 1), "settings": {} if row in study.unrepaired else stages}
+    return {"method": to_json(study.rows[row], 1), "settings": {} if row in study.unrepaired else stages}
 
 
 def _is_done(study: Study, row: str, out: Path) -> bool:
@@ -135,115 +132,44 @@ def _is_done(study: Study, row: str, out: Path) -> bool:
 
 
 def _saved(out: Path) -> dict[str, Any]:
-    from subquad.bench.results import read
-
-    return read(out, "subquad.converting", 1) if out.exists() else {"schema": "subquad.converting", "version": 1, "models": {}}
+    return read_json(out, SCHEMA, VERSION) if out.exists() else {"schema": SCHEMA, "version": VERSION, "models": {}}
 
 
-def _sts(read: Pretrained, data: Path) -> dict[str, float]:
-    return {"spearman": pretrained.sts(read, data)}
+def section(results: dict[str, Any]) -> str:
+    """For docs/converting.md: a table for each model that was measured."""
+    found = {name: results["models"][name] for name in STUDIES if name in results["models"]}
+    return "\n\n".join(_table(STUDIES[name], part) for name, part in found.items())
 
 
-def _sentences(read: Pretrained, data: Path) -> list[Batch]:
-    """Of STS-B's training pairs, without what people said of them."""
-    from subquad.tasks.stsb import STSB
-
-    texts = sorted({text for pair in STSB().split("train", data) for text in pair[:2]})
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
-    batches = []
-    for i in range(0, len(texts) - 63, 64):
-        some = [texts[j] for j in order[i : i + 64]]
-        batches.append(dict(read.tokenizer(some, padding=True, truncation=True, max_length=64, return_tensors="pt")))
-    return batches
-
-
-def _story_nats(read: Pretrained, data: Path) -> dict[str, float]:
-    tests = [pretrained.begun(read.tokenizer, text, 256) for text in pretrained.stories(data, "test")[:60]]
-    return {"nats": pretrained.nats(read.model, tests)}
+def _table(study: Study, part: dict[str, Any]) -> str:
+    rows = [part["rows"][name] for name in study.rows if name in part["rows"]]
+    headings = [f"{study.metrics[metric]}, {when}" for metric in part["original"] for when in STAGES.values()]
+    lines = [["its own attention", *(word for score in part["original"].values() for word in (f"{score:.3f}", "", "")), "", ""]]
+    for row in rows:
+        scores = [_score(row["stages"].get(stage), metric) for metric in part["original"] for stage in STAGES]
+        seconds = sum(stage.get("seconds", 0) for stage in row["stages"].values())
+        lines.append([f"`{_called(row['method'])}`", *scores, _damage(row["stages"]), f"{seconds / 60:.1f}" if seconds else ""])
+    table = markdown(["method", *headings, "error of heads", "minutes of repair"], lines)
+    where = sorted({on(row["machine"]) for row in rows})
+    lines_of_command = sorted({row["command"] for row in rows})
+    commands = ", ".join(f"`{line}`" for line in lines_of_command)
+    return "\n".join([f"### {study.title}", "", study.about, "", *table, "", f"{'; '.join(where)}. By {commands}."])
 
 
-def _stories(read: Pretrained, data: Path) -> list[Batch]:
-    return pretrained.packed(read.tokenizer, pretrained.stories(data, "val"), 256, 8)
+def _called(method: dict[str, Any]) -> str:
+    """The method with the options that are not as by default."""
+    usual = to_json(method["name"], 1)
+    options = ", ".join(f"{name}={value}" for name, value in method.items() if value != usual[name])
+    return f"{method['name']}({options})" if options else str(method["name"])
 
 
-def _perplexities(read: Pretrained, data: Path) -> dict[str, float]:
-    texts = {"wikitext2": pretrained.wikitext(data, "test"), "war_and_peace": pretrained.war_and_peace(data)}
-    found = {}
-    for name, text in texts.items():
-        rows = [batch["input_ids"] for batch in pretrained.packed(read.tokenizer, [text[:200_000]], 2048, 1)[:8]]
-        found[name] = float(torch.tensor(pretrained.nats(read.model, rows)).exp())
-    return found
+def _score(stage: dict[str, Any] | None, metric: str) -> str:
+    return "" if stage is None else f"{stage['scores'][metric]:.3f}"
 
 
-def _articles(read: Pretrained, data: Path) -> list[Batch]:
-    return pretrained.packed(read.tokenizer, [pretrained.wikitext(data, "train")[:2_000_000]], 1024, 1)
-
-
-STUDIES = {
-    study.name: study
-    for study in (
-        Study(
-            name="minilm",
-            load=lambda data: pretrained.minilm(),
-            score=_sts,
-            text=_sentences,
-            rows={
-                "softmax": sq.Softmax(),
-                "hedgehog": sq.Hedgehog(),
-                "performer-16": sq.Performer(features=16),
-                "performer-64": sq.Performer(features=64),
-                "performer-256": sq.Performer(features=256),
-                "performer-1024": sq.Performer(features=1024),
-                "linear": sq.Linear(),
-                "t2r": sq.T2R(),
-                "rfa": sq.RFA(),
-                "local-4": sq.Local(window=4),
-                "hybrid-4": sq.Hybrid(window=4),
-                "nystrom-8": sq.Nystrom(landmarks=8),
-            },
-            transfer=Schedule(steps=150, lr=2e-2, every=50, minutes=4),
-            finetune=Schedule(steps=250, lr=2e-3, every=50, minutes=6),
-            loss="embedding",
-            unrepaired=("softmax",),
-        ),
-        Study(
-            name="stories15m",
-            load=pretrained.stories15m,
-            score=_story_nats,
-            text=_stories,
-            rows={
-                "softmax": sq.Softmax(),
-                "hybrid-32": sq.Hybrid(window=31),  # and the token itself
-                "hedgehog": sq.Hedgehog(),
-                "local-32": sq.Local(window=31),
-                "local-64": sq.Local(window=63),
-                "linear": sq.Linear(),
-                "performer-256": sq.Performer(features=256),
-            },
-            transfer=Schedule(steps=400, lr=3e-2, every=100, held_out=0.02),
-            finetune=Schedule(steps=400, lr=2e-3, every=100, held_out=0.02),
-            loss="distil",
-            unrepaired=("softmax",),
-        ),
-        Study(
-            name="smollm2",
-            load=lambda data: pretrained.smollm2(),
-            score=_perplexities,
-            text=_articles,
-            rows={
-                "softmax": sq.Softmax(),
-                "local-256": sq.Local(window=255),
-                "hybrid-256": sq.Hybrid(window=255),
-                "performer-256": sq.Performer(features=256),
-                "linear": sq.Linear(),
-            },
-            transfer=Schedule(steps=60, lr=2e-2, every=20, minutes=10, held_out=0.02),
-            finetune=Schedule(steps=60, lr=1e-3, every=20, minutes=15, held_out=0.02),
-            loss="distil",
-            unrepaired=("softmax", "linear"),
-        ),
-    )
-}
+def _damage(stages: dict[str, Any]) -> str:
+    """Finetuning changes what the heads read, too: after it, their error against the original says little."""
+    return ", then ".join(f"{stages[name]['error']:.2f}" for name in ("swapped", "transfer") if name in stages)
 
 
 if __name__ == "__main__":

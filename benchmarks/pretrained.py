@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from subquad.tasks.stsb import STSB, correlation, ranks
 
 Batch = dict[str, Tensor]
+BATCH = 64  # sentences
 
 
 class MissingError(Exception):
@@ -84,6 +85,14 @@ def packed(tokenizer: Any, texts: Sequence[str], length: int, batch: int) -> lis
     return [{"input_ids": rows[i : i + batch]} for i in range(0, len(rows) - batch + 1, batch)]
 
 
+def sentences(tokenizer: Any, data: Path) -> list[Batch]:
+    """Of STS-B's training pairs, without what people said of them; at most 64 tokens each."""
+    texts = sorted({text for pair in STSB().split("train", data) for text in pair[:2]})
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = [[texts[j] for j in order[i : i + BATCH]] for i in range(0, len(texts) - BATCH + 1, BATCH)]
+    return [dict(tokenizer(some, padding=True, truncation=True, max_length=64, return_tensors="pt")) for some in batches]
+
+
 @torch.no_grad()
 def nats(model: PreTrainedModel, sequences: Sequence[Tensor]) -> float:
     """The mean loss a token, over all tokens of all sequences but their first."""
@@ -92,13 +101,13 @@ def nats(model: PreTrainedModel, sequences: Sequence[Tensor]) -> float:
 
 
 @torch.no_grad()
-def sts(read: Pretrained, data: Path, batch: int = 64) -> float:
+def sts(read: Pretrained, data: Path) -> float:
     """Spearman's correlation of the cosine of embeddings with what people said, on STS-B's test pairs."""
     pairs = STSB().split("test", data)
     texts = sorted({text for pair in pairs for text in pair[:2]}, key=len)
     found: dict[str, Tensor] = {}
-    for i in range(0, len(texts), batch):
-        some = texts[i : i + batch]
+    for i in range(0, len(texts), BATCH):
+        some = texts[i : i + BATCH]
         given = read.tokenizer(some, padding=True, truncation=True, return_tensors="pt")
         states = read.model(**given).last_hidden_state
         mask = given["attention_mask"].unsqueeze(-1)

@@ -1,0 +1,75 @@
+"""How the error of FAVOR+ falls with more random features, on the queries, keys and values of a pretrained encoder.
+
+    make pretrained && python benchmarks/features.py --data DIR
+
+The estimate of the softmax kernel is a mean over m directions drawn at random, so its error is expected to fall as m^(-1/2): by
+half for four times the features. It is measured at every head of all-MiniLM-L6-v2, on sentences of STS-B's training pairs, as
+`sq.diagnose` does, for several draws of the directions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+import subquad as sq
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
+from benchmarks import pretrained
+from benchmarks.common import command, machine, markdown, numbers, on, write
+
+OUT = Path(__file__).with_suffix(".json")
+SENTENCES = 256
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=os.environ.get("SUBQUAD_DATA"), help="folder with real text")
+    parser.add_argument("--features", default="16,64,256,1024,4096", help="m, between commas")
+    parser.add_argument("--draws", type=int, default=5, help="of the directions, for each m")
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
+    if options.data is None:
+        parser.error("real text is needed: --data DIR, or SUBQUAD_DATA")
+    read = pretrained.minilm()
+    batches = pretrained.sentences(read.tokenizer, options.data)[: SENTENCES // pretrained.BATCH]
+    rows = []
+    for features in track(numbers(options.features), description="features"):
+        found = [_error(read.model, features, draw, batches) for draw in range(options.draws)]
+        rows.append({"features": features, "errors": [round(error, 5) for error in found]})
+    write(options.out, {"command": command(__file__, given), "machine": machine(), "sentences": SENTENCES, "rows": rows})
+
+
+def _error(model: Any, features: int, draw: int, batches: Sequence[pretrained.Batch]) -> float:
+    """The mean over heads of |o' - o| / |o|."""
+    converted = sq.convert(model, sq.Performer(features=features, seed=draw), copy=True)
+    return statistics.mean(head.error for head in sq.diagnose(model, converted, batches).heads)
+
+
+def section(results: dict[str, Any]) -> str:
+    """For docs/converting.md."""
+    means = [statistics.mean(row["errors"]) for row in results["rows"]]
+    lines = []
+    for i, (row, mean) in enumerate(zip(results["rows"], means, strict=True)):
+        slope = ""
+        if i:
+            before = results["rows"][i - 1]["features"]
+            slope = f"{math.log(mean / means[i - 1]) / math.log(row['features'] / before):.2f}"
+        lines.append([f"{row['features']:,}", f"{mean:.3f}", f"{min(row['errors']):.3f} to {max(row['errors']):.3f}", slope])
+    draws = len(results["rows"][0]["errors"])
+    table = markdown(["features m", "relative error", f"of {draws} draws", "exponent of m since the row above"], lines)
+    return "\n".join([f"{on(results['machine'])}. {results['sentences']} sentences.", "", *table, "",
+                      f"The command: `{results['command']}`."])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Which pretrained models are converted, to what, how they are scored, and what their repairs learn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import subquad as sq
+from benchmarks import pretrained
+from benchmarks.pretrained import Batch, Pretrained
+from subquad.conversion import Schedule
+from subquad.mechanisms import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """One model.
+
+    Args:
+        about: what the reader must know of it.
+        metrics: what is measured, by the names that `score` gives.
+        text: what repairs learn from; the first batches judge.
+        rows: what the model is converted to.
+        loss, rank: of finetuning.
+        unrepaired: rows that show what a swap alone does.
+    """
+
+    name: str
+    title: str
+    about: str
+    metrics: Mapping[str, str]
+    load: Callable[[Path], Pretrained]
+    score: Callable[[Pretrained, Path], dict[str, float]]
+    text: Callable[[Pretrained, Path], list[Batch]]
+    rows: Mapping[str, Config]
+    transfer: Schedule
+    finetune: Schedule
+    loss: str
+    rank: int = 16
+    unrepaired: tuple[str, ...] = ()
+
+
+def _sts(read: Pretrained, data: Path) -> dict[str, float]:
+    return {"spearman": pretrained.sts(read, data)}
+
+
+def _sentences(read: Pretrained, data: Path) -> list[Batch]:
+    return pretrained.sentences(read.tokenizer, data)
+
+
+def _story_nats(read: Pretrained, data: Path) -> dict[str, float]:
+    tests = [pretrained.begun(read.tokenizer, text, 256) for text in pretrained.stories(data, "test")[:60]]
+    return {"nats": pretrained.nats(read.model, tests)}
+
+
+def _stories(read: Pretrained, data: Path) -> list[Batch]:
+    return pretrained.packed(read.tokenizer, pretrained.stories(data, "val"), 256, 2)
+
+
+def _perplexities(read: Pretrained, data: Path) -> dict[str, float]:
+    texts = {"wikitext2": pretrained.wikitext(data, "test"), "war_and_peace": pretrained.war_and_peace(data)}
+    found = {}
+    for name, text in texts.items():
+        rows = [batch["input_ids"] for batch in pretrained.packed(read.tokenizer, [text[:200_000]], 2048, 1)[:4]]
+        found[name] = math.exp(pretrained.nats(read.model, rows))
+    return found
+
+
+def _articles(read: Pretrained, data: Path) -> list[Batch]:
+    return pretrained.packed(read.tokenizer, [pretrained.wikitext(data, "train")[:2_000_000]], 1024, 1)
+
+
+STUDIES = {
+    study.name: study
+    for study in (
+        Study(
+            name="minilm",
+            title="all-MiniLM-L6-v2 on STS-B",
+            about="An encoder of sentences: 6 layers of 12 heads. Spearman's correlation on the 1,379 test pairs: more is "
+            "better. Repairs learn from the sentences of the training pairs, without what people said of them, to give the "
+            "original's last hidden states.",
+            metrics={"spearman": "Spearman"},
+            load=lambda data: pretrained.minilm(),
+            score=_sts,
+            text=_sentences,
+            rows={
+                "softmax": sq.Softmax(),
+                "hedgehog": sq.Hedgehog(),
+                "t2r": sq.T2R(),
+                "performer-64": sq.Performer(features=64),
+                "performer-256": sq.Performer(features=256),
+                "performer-1024": sq.Performer(features=1024),
+                "linear": sq.Linear(),
+                "rfa": sq.RFA(),
+                "local-4": sq.Local(window=4),
+                "hybrid-4": sq.Hybrid(window=4),
+                "nystrom-8": sq.Nystrom(landmarks=8),
+            },
+            transfer=Schedule(steps=150, lr=2e-2, every=50, minutes=4),
+            finetune=Schedule(steps=250, lr=2e-3, every=50, minutes=6),
+            loss="embedding",
+            unrepaired=("softmax",),
+        ),
+        Study(
+            name="stories15m",
+            title="stories15M on TinyStories",
+            about="A language model of 6 layers of 6 heads with a context of 256. Nats a token over the first 256 tokens of 60 "
+            "test stories: less is better. Repairs learn from other stories to give the original's distribution over the next "
+            "token.",
+            metrics={"nats": "nats"},
+            load=pretrained.stories15m,
+            score=_story_nats,
+            text=_stories,
+            rows={
+                "softmax": sq.Softmax(),
+                "hybrid-32": sq.Hybrid(window=31, map="t2r", features=96),  # and the token itself
+                "hedgehog": sq.Hedgehog(),
+                "local-32": sq.Local(window=31),
+                "local-64": sq.Local(window=63),
+                "linear": sq.Linear(),
+                "performer-256": sq.Performer(features=256),
+            },
+            transfer=Schedule(steps=2600, lr=2e-2, every=200, held_out=0.02),
+            finetune=Schedule(steps=1000, lr=5e-4, every=100, held_out=0.02),
+            loss="distil",
+            unrepaired=("softmax", "local-64", "linear", "performer-256"),
+        ),
+        Study(
+            name="smollm2",
+            title="SmolLM2-135M on WikiText-2 and War and Peace",
+            about="A language model of 30 layers of 9 query and 3 key-value heads. Perplexity a token over 4 sequences of "
+            "2,048 tokens of each text: less is better. Repairs learn from WikiText-2's training articles to give the "
+            "original's distribution over the next token; nothing of War and Peace is learnt from.",
+            metrics={"wikitext2": "WikiText-2", "war_and_peace": "War and Peace"},
+            load=lambda data: pretrained.smollm2(),
+            score=_perplexities,
+            text=_articles,
+            rows={
+                "softmax": sq.Softmax(),
+                "local-256": sq.Local(window=255),
+                "hybrid-256": sq.Hybrid(window=255),
+                "performer-256": sq.Performer(features=256),
+                "linear": sq.Linear(),
+            },
+            transfer=Schedule(steps=60, lr=2e-2, every=20, minutes=10, held_out=0.02),
+            finetune=Schedule(steps=60, lr=1e-3, every=20, minutes=15, held_out=0.02),
+            loss="distil",
+            unrepaired=("softmax", "linear"),
+        ),
+    )
+}
