@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,19 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="", help="rows, separated by commas; all by default")
     parser.add_argument("--checkpoints", type=Path, default=Path("subquad-converting"), help="of repairs that are under way")
     parser.add_argument("--out", type=Path, default=OUT)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     if options.data is None:
         parser.error("real text is needed: --data DIR, or SUBQUAD_DATA")
     for name in options.only.split(","):
         if name not in STUDIES:
             parser.error(f"no model is called {name!r}; there are {', '.join(STUDIES)}")
-        run(STUDIES[name], options, command(__file__, given))
+        run(STUDIES[name], options)
 
 
-def run(study: Study, options: argparse.Namespace, line: str) -> None:
+def run(study: Study, options: argparse.Namespace) -> None:
     """All rows of a model that are not there yet."""
-    console = Console(stderr=True)
+    console, line = Console(stderr=True), command(__file__, ["--data", "DIR", "--only", study.name])
     wanted = options.rows.split(",") if options.rows else list(study.rows)
     missing = [row for row in wanted if not _is_done(study, row, options.out)]
     if not missing:
@@ -70,10 +69,10 @@ def run(study: Study, options: argparse.Namespace, line: str) -> None:
     for row in missing:
         console.print(f"{study.name}, {row}")
         found = Measured(study, row, read, batches, options, console).run()
-        saved = _saved(options.out)
-        part = saved["models"].setdefault(study.name, {"original": before, "rows": {}})
+        models = _models(options.out)
+        part = models.setdefault(study.name, {"original": before, "rows": {}})
         part["rows"][row] = {**found, **_settings(study, row), "command": line, "machine": machine()}
-        write(options.out, saved)
+        write(options.out, {"schema": SCHEMA, "version": VERSION, "models": models})
 
 
 class Measured:
@@ -99,8 +98,7 @@ class Measured:
     def _look(self, stage: str, **more: Any) -> None:
         scores = self.study.score(Pretrained(self.converted, self.read.tokenizer), self.data)
         heads = sq.diagnose(self.read.model, self.converted, self.batches[:JUDGED]).heads
-        kl = [head.kl for head in heads if head.kl is not None]
-        damage = {"error": statistics.mean(h.error for h in heads), "kl": statistics.mean(kl) if kl else None}
+        damage = {"error": _mean(head.error for head in heads), "kl": _mean(head.kl for head in heads)}
         self.stages[stage] = {"scores": scores, **damage, **more}
         self.console.print(stage, scores, damage)
 
@@ -116,6 +114,12 @@ class Measured:
             self.console.print(f"{done.stage} {done.step}/{done.steps} {done.loss:.4f} {done.seconds:.0f} s")
 
 
+def _mean(figures: Iterable[float | None]) -> float | None:
+    """Of those there are: no head of softmax is judged, and not every mechanism has weights to compare."""
+    found = [figure for figure in figures if figure is not None]
+    return statistics.mean(found) if found else None
+
+
 def _settings(study: Study, row: str) -> dict[str, Any]:
     stages = {
         "transfer": asdict(study.transfer),
@@ -127,12 +131,14 @@ def _settings(study: Study, row: str) -> dict[str, Any]:
 def _is_done(study: Study, row: str, out: Path) -> bool:
     if row not in study.rows:
         raise SystemExit(f"{study.name} has no row {row!r}; there are {', '.join(study.rows)}")
-    found = _saved(out)["models"].get(study.name, {"rows": {}})["rows"].get(row)
+    found = _models(out).get(study.name, {"rows": {}})["rows"].get(row)
     return found is not None and all(found[name] == value for name, value in _settings(study, row).items())
 
 
-def _saved(out: Path) -> dict[str, Any]:
-    return read_json(out, SCHEMA, VERSION) if out.exists() else {"schema": SCHEMA, "version": VERSION, "models": {}}
+def _models(out: Path) -> dict[str, Any]:
+    """What has been measured, by the name of the model."""
+    found: dict[str, Any] = read_json(out, SCHEMA, VERSION)["models"] if out.exists() else {}
+    return found
 
 
 def section(results: dict[str, Any]) -> str:
@@ -169,7 +175,8 @@ def _score(stage: dict[str, Any] | None, metric: str) -> str:
 
 def _damage(stages: dict[str, Any]) -> str:
     """Finetuning changes what the heads read, too: after it, their error against the original says little."""
-    return ", then ".join(f"{stages[name]['error']:.2f}" for name in ("swapped", "transfer") if name in stages)
+    errors = [stages[name]["error"] for name in ("swapped", "transfer") if name in stages]
+    return ", then ".join(f"{error:.2f}" for error in errors if error is not None)
 
 
 if __name__ == "__main__":

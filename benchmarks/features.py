@@ -36,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--features", default="16,64,256,1024,4096", help="m, between commas")
     parser.add_argument("--draws", type=int, default=5, help="of the directions, for each m")
     parser.add_argument("--out", type=Path, default=OUT)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     if options.data is None:
         parser.error("real text is needed: --data DIR, or SUBQUAD_DATA")
     read = pretrained.minilm()
@@ -46,7 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for features in track(numbers(options.features), description="features"):
         found = [_error(read.model, features, draw, batches) for draw in range(options.draws)]
         rows.append({"features": features, "errors": [round(error, 5) for error in found]})
-    write(options.out, {"command": command(__file__, given), "machine": machine(), "sentences": SENTENCES, "rows": rows})
+    write(
+        options.out,
+        {
+            "command": command(__file__, ["--data", "DIR", "--features", options.features, "--draws", str(options.draws)]),
+            "machine": machine(),
+            "sentences": SENTENCES,
+            "rows": rows,
+        },
+    )
 
 
 def _error(model: Any, features: int, draw: int, batches: Sequence[pretrained.Batch]) -> float:

@@ -22,7 +22,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from subquad.tasks.stsb import STSB, correlation, ranks
 
 Batch = dict[str, Tensor]
-BATCH = 64  # sentences
+BATCH = 16  # sentences
 
 
 class MissingError(Exception):

@@ -73,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--tokens", type=int, default=8, help="written by each model in each round")
     parser.add_argument("--out", type=Path, default=OUT)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     if options.data is None:
         parser.error("real text is needed: --data DIR, or SUBQUAD_DATA")
     first = options.position - (options.rounds + 1) * options.tokens
@@ -82,10 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--position is more than --tokens times --rounds and one, each of them at least 1")
     served = measure(options, first)
     rows = [_row(name, one, served[BASE].seconds) for name, one in served.items()]
-    write(options.out, {
-        "command": command(__file__, given), "machine": machine(), "position": options.position, "rounds": options.rounds,
-        "rows": rows,
-    })  # fmt: skip
+    asked = ["--data", "DIR", "--position", str(options.position), "--rounds", str(options.rounds)]
+    about = {"command": command(__file__, asked), "machine": machine()}
+    write(options.out, {**about, "position": options.position, "rounds": options.rounds, "rows": rows})
 
 
 @torch.inference_mode()

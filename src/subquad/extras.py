@@ -8,6 +8,7 @@ from typing import Any
 from subquad.errors import MissingExtraError
 
 _PACKAGES = {  # of each extra
+    "convert": "peft",
     "report": "altair vl-convert-python jinja2",
     "train": "datasets pillow pyarrow sacrebleu scikit-learn",
 }

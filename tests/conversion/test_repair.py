@@ -7,6 +7,7 @@ import torch
 
 import subquad as sq
 from subquad.conversion import Schedule, finetune, keep_softmax, transfer
+from subquad.conversion.repair import keep
 from tests.conversion import families
 
 SHORT = Schedule(steps=12, lr=1e-2, every=4, held_out=0.2)
@@ -127,6 +128,23 @@ def test_keep_search_takes_the_best_layer_each_time(batches):
     again = sq.convert(original, sq.Local(window=1), copy=True, keep_softmax=found.layers)
     assert again.config.subquad == converted.config.subquad
     assert torch.equal(families.outputs(again, batches[0]), families.outputs(converted, batches[0]))
+
+
+def test_an_interrupted_keep_search_leaves_every_mechanism(batches, monkeypatch):
+    original, converted = pair("llama", sq.Local(window=1))
+    before = families.outputs(converted, batches[0])
+    losses = iter([1.0, 1.0])
+
+    def interrupted(*_):
+        try:
+            return next(losses)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(keep, "_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        keep_softmax(original, converted, batches, 1)
+    assert torch.equal(families.outputs(converted, batches[0]), before)
 
 
 def test_refusals(batches):

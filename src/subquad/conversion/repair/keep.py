@@ -80,9 +80,11 @@ def keep_softmax(
                     found[layer] = before_that[len(kept), layer]
                 else:
                     own = [_exchange(site) for site in by_layer[layer]]
-                    found[layer] = loss()
-                    for site, mechanism in zip(by_layer[layer], own, strict=True):
-                        site.module.add_module(NAME, mechanism)
+                    try:
+                        found[layer] = loss()
+                    finally:
+                        for site, mechanism in zip(by_layer[layer], own, strict=True):
+                            site.module.add_module(NAME, mechanism)
                 tried.append((len(kept), layer, found[layer]))
                 tell(tried, total)
             best = min(found, key=lambda layer: found[layer])

@@ -22,7 +22,8 @@ from subquad.conversion.observe import Batch, is_causal_lm, last_states, real_to
 from subquad.conversion.repair.loop import Stage
 from subquad.conversion.sites import sites
 from subquad.conversion.swap import mechanisms
-from subquad.errors import InputError, MissingExtraError, OptionError
+from subquad.errors import InputError, OptionError
+from subquad.extras import need
 
 Loss = Literal["language", "distil", "embedding"]
 ADAPTER = "repair"
@@ -109,10 +110,5 @@ def _projections(model: PreTrainedModel) -> list[str]:
 
 
 def need_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtraError(
-            "low-rank finetuning is done by peft, which is not installed. Install it with: pip install 'subquad[convert]'"
-        ) from error
+    [peft] = need("convert", "low-rank finetuning", "peft")
     return peft

@@ -1,0 +1,135 @@
+"""The benchmark of conversions: every row at every stage, what is done is kept, and the page says it. Nothing is timed here."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks import converting, features, pretrained, serving, studies
+from benchmarks.pretrained import Pretrained
+
+import subquad as sq
+from subquad.conversion import Schedule
+from tests.conversion import families
+
+SHORT = Schedule(steps=2, every=1, held_out=0.5)
+
+
+@pytest.fixture
+def model():
+    return families.model("llama").eval()
+
+
+@pytest.fixture
+def study(model):
+    texts = [{"input_ids": torch.randint(3, families.WORDS, (2, 40))} for _ in range(4)]
+    return replace(
+        studies.STUDIES["stories15m"],
+        name="tiny",
+        title="A tiny model",
+        load=lambda data: Pretrained(model, None),
+        score=lambda read, data: {"nats": pretrained.nats(read.model, [batch["input_ids"][:1] for batch in texts])},
+        text=lambda read, data: texts,
+        rows={"softmax": sq.Softmax(), "local": sq.Local(window=3), "hedgehog": sq.Hedgehog()},
+        transfer=SHORT,
+        finetune=SHORT,
+        unrepaired=("softmax",),
+    )
+
+
+@pytest.fixture
+def run(monkeypatch, study, tmp_path):
+    pytest.importorskip("peft")
+    monkeypatch.setattr(converting, "STUDIES", {"tiny": study})
+
+    def run(*more):
+        out = tmp_path / "converting.json"
+        converting.main(["--data", str(tmp_path), "--checkpoints", str(tmp_path / "kept"), "--out", str(out), *more])
+        return json.loads(out.read_text())
+
+    return run
+
+
+def test_every_row_at_every_stage(run):
+    found = run()["models"]["tiny"]
+    assert {name: list(row["stages"]) for name, row in found["rows"].items()} == {
+        "softmax": ["swapped"],
+        "local": ["swapped", "finetune"],
+        "hedgehog": ["swapped", "transfer", "finetune"],
+    }
+    softmax, hedgehog = found["rows"]["softmax"]["stages"], found["rows"]["hedgehog"]["stages"]
+    assert softmax["swapped"]["scores"]["nats"] == pytest.approx(found["original"]["nats"], abs=1e-5)
+    assert softmax["swapped"]["error"] is None  # it is what it was
+    assert hedgehog["swapped"]["error"] > hedgehog["transfer"]["error"] > 0
+    assert hedgehog["transfer"]["step"] == 2
+
+
+def test_what_is_done_is_not_done_again(run, study, monkeypatch):
+    first = run("--rows", "local")
+    monkeypatch.setitem(converting.STUDIES, "tiny", replace(study, rows={**study.rows, "local": sq.Local(window=4)}))
+    second = run("--rows", "local,softmax")
+    assert list(second["models"]["tiny"]["rows"]) == ["local", "softmax"]
+    assert second["models"]["tiny"]["rows"]["local"]["method"]["window"] == 4  # another row by now
+    monkeypatch.setitem(converting.STUDIES, "tiny", replace(study, load=None, rows=converting.STUDIES["tiny"].rows))
+    assert run("--rows", "local,softmax") == second != first
+
+
+def test_the_page(run, study):
+    found = run()
+    text = converting.section(found)
+    rows = found["models"]["tiny"]["rows"]
+    assert text.startswith("### A tiny model")
+    after = rows["hedgehog"]["stages"]["finetune"]["scores"]["nats"]
+    [line] = [line for line in text.splitlines() if line.startswith("| `hedgehog` |")]
+    assert f" | {after:.3f} | " in line
+    [line] = [line for line in text.splitlines() if line.startswith("| `local(window=3)` |")]
+    assert line.count("|  |") == 1  # nothing to transfer to
+    assert all(line.count("|") == 7 for line in text.splitlines() if line.startswith("|"))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"), [(["--only", "gpt"], "no model is called 'gpt'; there are tiny"), (["--rows", "x"], "has no row 'x'")]
+)
+def test_what_is_not_there(run, capsys, more, said):
+    with pytest.raises(SystemExit) as caught:
+        run(*more)
+    assert said in str(caught.value) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [converting, features, serving])
+def test_real_text_is_asked_for(monkeypatch, capsys, script):
+    monkeypatch.delenv("SUBQUAD_DATA", raising=False)
+    with pytest.raises(SystemExit):
+        script.main([])
+    assert "--data DIR, or SUBQUAD_DATA" in capsys.readouterr().err
+
+
+def test_the_error_of_random_features_falls(monkeypatch, tmp_path):
+    batches = [{"input_ids": torch.randint(3, families.WORDS, (4, 40))}]
+    monkeypatch.setattr(pretrained, "minilm", lambda: Pretrained(families.model("bert").eval(), None))
+    monkeypatch.setattr(pretrained, "sentences", lambda tokenizer, data: batches)
+    out = tmp_path / "features.json"
+    features.main(["--data", str(tmp_path), "--features", "8,512", "--draws", "2", "--out", str(out)])
+    found = json.loads(out.read_text())
+    few, many = (row["errors"] for row in found["rows"])
+    assert max(many) < min(few)
+    [line] = [line for line in features.section(found).splitlines() if line.startswith("| 512 |")]
+    assert -1 < float(line.split("|")[-2]) < -0.2
+
+
+def test_bytes_and_speed_at_the_end_of_a_text(monkeypatch, tmp_path, model):
+    monkeypatch.setattr(pretrained, "smollm2", lambda: Pretrained(model, None))
+    monkeypatch.setattr(pretrained, "war_and_peace", lambda data: "")
+    monkeypatch.setattr(
+        pretrained, "packed", lambda tokenizer, texts, length, batch: [{"input_ids": torch.full((1, length), 5)}]
+    )
+    rows = {"softmax": sq.Softmax(), "kernel": sq.Linear()}
+    monkeypatch.setitem(serving.STUDIES, "smollm2", replace(studies.STUDIES["smollm2"], rows=rows))
+    out = tmp_path / "serving.json"
+    serving.main(["--data", str(tmp_path), "--position", "48", "--rounds", "3", "--tokens", "4", "--out", str(out)])
+    found = json.loads(out.read_text())
+    original, kernel = found["rows"]
+    heads, channels, layers = 2, 4, 3
+    assert original["bytes"] == 2 * 4 * heads * channels * layers * 48
+    assert kernel["bytes"] < original["bytes"] / 4
+    assert "| kernel | " in serving.section(found)
