@@ -6,7 +6,15 @@ import signal
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 CONTEXT = 48
 
@@ -62,6 +70,17 @@ def llama(tmp_path_factory):
 def bert(tmp_path_factory):
     torch.manual_seed(0)
     return saved(BertModel(BertConfig(**sizes())), tmp_path_factory.mktemp("models") / "bert")
+
+
+@pytest.fixture(scope="session")
+def bart(tmp_path_factory):
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=259, d_model=24, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        encoder_attention_heads=3, decoder_attention_heads=3, max_position_embeddings=CONTEXT, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=2,
+    )  # fmt: skip
+    return saved(BartForConditionalGeneration(config), tmp_path_factory.mktemp("models") / "bart")
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, MambaConfig, MambaModel
 from typer.testing import CliRunner
 
 import subquad as sq
@@ -97,6 +97,26 @@ def test_an_encoder_reads_lines(bert, text):
     assert torch.equal(mask.bool(), ids != 0)
     assert (ids[:, 0] == 1).all()
     assert open_tokenizer(str(bert)).decode(ids[0], skip_special_tokens=True) == "0 1 2 3 4 5 6"
+
+
+@pytest.mark.parametrize("cross", [[], ["--cross"]])
+def test_an_encoder_decoder(bart, text, tmp_path, cross):
+    out = tmp_path / "out"
+    repair = ["--repair", "transfer,lora", "--keep", 1]
+    done = invoke(bart, "--method", "hedgehog", *cross, "--text", text, *small(), *repair, "--out", out)
+    assert done.exit_code == 0, done.output
+    results = load(out / "results.json")
+    kinds = {site: found["name"] for site, found in results.conversion["sites"].items()}
+    [kept] = results.kept.layers
+    for site, name in kinds.items():
+        is_changed = f"layers.{kept}." not in site and (bool(cross) or "encoder_attn" not in site)
+        assert name == ("hedgehog" if is_changed else "softmax"), site
+    assert results.last.cosine > results.naive.cosine
+    assert results.last.loss_after is None  # it is no causal language model
+    model = AutoModelForSeq2SeqLM.from_pretrained(out / "model")
+    ids = torch.randint(3, 259, (2, 9))
+    greedy = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert torch.equal(greedy, model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=False))
 
 
 def test_ctrl_c_anywhere_loses_nothing(whole, llama, text, tmp_path):
