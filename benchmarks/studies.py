@@ -122,7 +122,7 @@ STUDIES = {
                 "performer-256": sq.Performer(features=256),
             },
             transfer=Schedule(steps=2600, lr=2e-2, every=200, held_out=0.02),
-            finetune=Schedule(steps=1000, lr=5e-4, every=100, held_out=0.02),
+            finetune=Schedule(steps=500, lr=5e-4, every=100, held_out=0.02),
             loss="distil",
             unrepaired=("softmax", "local-64", "linear", "performer-256"),
         ),

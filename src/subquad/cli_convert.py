@@ -53,7 +53,8 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Swap a pretrained model's attention, measure what that breaks, repair it and save it."""
-    from subquad.conversion.job import Doing, Plan, run
+    from subquad.conversion.job import Doing, run
+    from subquad.conversion.plan import Plan
     from subquad.conversion.results import as_json as written
 
     if report and not text:

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 import subquad as sq
 from subquad import cli_parts
 from subquad.cli import app
-from subquad.conversion import job
-from subquad.conversion.job import Plan, run
+from subquad.conversion import plan as plans
+from subquad.conversion.job import run
 from subquad.conversion.opening import open_config, open_model, open_tokenizer
+from subquad.conversion.plan import Plan
 from subquad.conversion.results import load
 from subquad.conversion.text import calibration
 from tests.conversion.conftest import CONTEXT
@@ -365,8 +366,8 @@ def test_a_missing_extra_is_known_before_anything_is_done(llama, text, tmp_path,
 def test_the_examples_of_help_work(llama, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(job, "TRANSFER", replace(job.TRANSFER, patience=1, every=2))
-    monkeypatch.setattr(job, "FINETUNE", replace(job.FINETUNE, patience=1, every=2))
+    monkeypatch.setattr(plans, "TRANSFER", replace(plans.TRANSFER, patience=1, every=2))
+    monkeypatch.setattr(plans, "FINETUNE", replace(plans.FINETUNE, patience=1, every=2))
     Path("model").symlink_to(llama)
     Path("text.txt").write_bytes(lzma.decompress(text.read_bytes()))
     for example in (

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,98 +21,26 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from subquad import checks
 from subquad.bench.machine import describe
 from subquad.bench.results import ResultsError, Setting, alone
 from subquad.conversion.diagnosis import diagnose
 from subquad.conversion.opening import open_config, open_model, open_tokenizer, require_convertible
-from subquad.conversion.repair import FINETUNE, TRANSFER, Progress, Schedule, finetune, keep_softmax, transfer
+from subquad.conversion.plan import STAGES, Plan
+from subquad.conversion.repair import Progress, finetune, keep_softmax, transfer
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import converted_layers, require_count
 from subquad.conversion.repair.lora import kind_of, need_peft
 from subquad.conversion.results import FILE, KEEP, SWAP, Results, load, save
-from subquad.conversion.swap import Layers, convert
+from subquad.conversion.swap import convert
 from subquad.conversion.text import Calibration, calibration
 from subquad.errors import InputError
-from subquad.mechanisms import Config
 from subquad.registry import resolve
 from subquad.training import checkpoints
 from subquad.training.plan import differences, options_of
 from subquad.training.run import deterministic, quiet
 from subquad.training.stop import Stop
 
-STAGES = ("transfer", "lora")
 MODEL, REPAIR, PAGE = "model", "repair", "report.html"
-_LOOKS = 6  # at held-out batches in a stage, at least
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to do.
-
-    Args:
-        model: a folder, or a name on the Hugging Face hub.
-        gguf: a GGUF file inside it.
-        layers, keep_softmax, cross, beyond_context: as in `convert`; `cross` converts cross-attention, too.
-        text: files of calibration text; without any, nothing is diagnosed.
-        length, batch, tokens: of the text, see `calibration`.
-        repair: stages, in the order of `STAGES`.
-        keep: how many layers a search puts back to softmax before the repair.
-        minutes: of each stage, at most.
-        loss, rank: of the low-rank finetuning.
-    """
-
-    model: str
-    method: str | Config
-    gguf: str | None = None
-    layers: Layers = "all"
-    keep_softmax: tuple[int, ...] = ()
-    cross: bool = False
-    beyond_context: bool = False
-    text: tuple[Path, ...] = ()
-    length: int | None = None
-    batch: int = 8
-    tokens: int = 200_000
-    repair: tuple[str, ...] = ()
-    keep: int = 0
-    transfer_steps: int = TRANSFER.steps
-    lora_steps: int = FINETUNE.steps
-    minutes: float | None = None
-    loss: str | None = None
-    rank: int = 8
-    dtype: str = "float32"
-    seed: int = 0
-    threads: int | None = None
-
-    def check(self) -> None:
-        """Refuse what no conversion can be."""
-        resolve(self.method)
-        checks.sizes(batch=self.batch, tokens=self.tokens, rank=self.rank)
-        if self.keep < 0:
-            raise InputError(f"keep is how many layers stay softmax, at least 0; got {self.keep}.")
-        if self.repair != tuple(stage for stage in STAGES if stage in self.repair):
-            raise InputError(
-                f"a repair has the stages {', '.join(STAGES)}, any of them, once, in that order; got {', '.join(self.repair)}."
-            )
-        if self.minutes is not None and not self.minutes > 0:
-            raise InputError(f"minutes are above 0; got {self.minutes:g}.")
-        for stage in self.repair:
-            self.schedule(stage)
-        if (self.repair or self.keep) and not self.text:
-            raise InputError("a repair and a keep search learn from calibration text; got none. Pass --text FILE.")
-
-    def schedule(self, stage: str) -> Schedule:
-        """Of a stage of repair."""
-        usual, steps = (TRANSFER, self.transfer_steps) if stage == "transfer" else (FINETUNE, self.lora_steps)
-        every = max(1, min(usual.every, steps // _LOOKS))
-        return replace(usual, steps=steps, every=every, minutes=self.minutes, seed=self.seed)
-
-    def identity(self, text: Calibration | None) -> dict[str, Any]:
-        """What must be the same for a run to go on: all that changes the weights or the figures."""
-        free = ("method", "text", "minutes", "threads")
-        settings = {name: value for name, value in asdict(self).items() if name not in free}
-        lists = {name: list(value) for name, value in settings.items() if isinstance(value, tuple)}
-        return {**settings, **lists, "text": None if text is None else text.fingerprint()}
 
 
 @dataclass(frozen=True)
