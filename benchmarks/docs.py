@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md and docs/results.md from what has been measured.
+"""Writes the tables of docs/performance.md, docs/results.md and docs/converting.md from what has been measured.
 
     python benchmarks/docs.py
 
@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks import engines, peers, roofline, steps
+from benchmarks import converting, engines, features, peers, roofline, serving, steps
 from benchmarks.suite import page, times
 from subquad import files
 
 Sections = Mapping[str, Callable[[dict[str, Any]], str]]
 ROOT = Path(__file__).parents[1]
-PERFORMANCE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "results.md"
+PERFORMANCE, RESULTS, CONVERTING = (ROOT / "docs" / f"{name}.md" for name in ("performance", "results", "converting"))
 TIMES = times.beside(ROOT / "benchmarks" / "results.json")
 SECTIONS: dict[Path, Sections] = {
     PERFORMANCE: {"peers": peers.section, "roofline": roofline.section, "growth": engines.section, "steps": steps.section},
+    CONVERTING: {"converting": converting.section, "features": features.section, "serving": serving.section},
     RESULTS: {"results": lambda found: page.section(found, times.read(TIMES))},
 }
 

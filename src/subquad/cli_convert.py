@@ -57,6 +57,8 @@ def convert(
     from subquad.conversion.plan import Plan
     from subquad.conversion.results import as_json as written
 
+    if resume and fresh:
+        raise InputError("--resume goes on, and --fresh starts over; got both. Pass one of them.")
     if report and not text:
         raise InputError("the page shows what a conversion has lost, measured on text; got none. Pass --text FILE.")
     if report:
@@ -89,14 +91,14 @@ def convert(
 
 
 def _layers(text: str) -> str | tuple[int, ...]:
-    return text if text == "all" or text.startswith("every ") else _numbers("--layers", text)
+    return text if text == "all" or text.startswith("every ") else _numbers("--layers", text, "all, every 2, or ")
 
 
-def _numbers(name: str, text: str) -> tuple[int, ...]:
+def _numbers(name: str, text: str, others: str = "") -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise OptionError(f"{name} is numbers of layers such as 0,3,5; got {text!r}.") from None
+        raise OptionError(f"{name} is {others}numbers of layers such as 0,3,5; got {text!r}.") from None
 
 
 def _written(results: Any, out: Path, report: bool) -> list[Path]:
@@ -119,6 +121,7 @@ def _print(results: Any, places: list[Path]) -> None:
     console.print(escape(headline(results)), style="bold", soft_wrap=True)
     if results.last is not None:
         console.print(printed(summary(results)))
+    if results.last is not None and results.last.heads:
         console.print("The heads with the most damage:")
         console.print(printed(heads(results, _WORST)))
     if not any(places[0].glob("tokenizer*")):

@@ -38,7 +38,7 @@ def generate(
     from subquad.training.run import quiet
     from subquad.training.stop import Stop
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if threads is not None:
         torch.set_num_threads(threads)
     with quiet():

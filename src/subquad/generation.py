@@ -19,6 +19,7 @@ from subquad.errors import InputError
 from subquad.models import SubquadCache
 from subquad.tasks.language import BYTES, byte_ids
 
+VALUES = 256  # of a byte
 _UNFINISHED = "\ufffd"  # what decoding gives for a character that is not whole yet
 
 
@@ -64,6 +65,8 @@ class Writer:
         """From a folder or a hub name; `is_bytes` says that tokens are bytes, where its config does not."""
         config = open_config(place)
         is_bytes = is_bytes or getattr(config, "tokenizer_class", None) == BYTES
+        if is_bytes and config.vocab_size > VALUES:
+            raise InputError(f"a byte has {VALUES} values; got a model of {config.vocab_size:,} tokens. Leave --bytes out.")
         try:
             tokenizer = ByteTokens() if is_bytes else open_tokenizer(place)
         except InputError as error:

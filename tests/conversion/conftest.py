@@ -14,6 +14,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 CONTEXT = 48
@@ -81,6 +83,15 @@ def bart(tmp_path_factory):
         eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=2,
     )  # fmt: skip
     return saved(BartForConditionalGeneration(config), tmp_path_factory.mktemp("models") / "bart")
+
+
+@pytest.fixture(scope="session")
+def t5(tmp_path_factory):
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=259, d_model=24, d_kv=8, num_layers=2, num_heads=3, d_ff=32, pad_token_id=0, decoder_start_token_id=0
+    )
+    return saved(T5ForConditionalGeneration(config), tmp_path_factory.mktemp("models") / "t5")
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, MambaConfig, MambaModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaModel,
+)
 from typer.testing import CliRunner
 
 import subquad as sq
@@ -23,9 +34,10 @@ from subquad.conversion.opening import open_config, open_model, open_tokenizer
 from subquad.conversion.plan import Plan
 from subquad.conversion.results import load
 from subquad.conversion.text import calibration
-from tests.conversion.conftest import CONTEXT
+from tests.conversion.conftest import CONTEXT, saved
 
 SMALL = {"length": 24, "batch": 4, "tokens": 2400, "transfer_steps": 6, "lora_steps": 6, "rank": 2}
+SIZES = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 3}
 METHOD = ["--method", "hybrid", "--option", "window=2"]
 
 
@@ -98,6 +110,47 @@ def test_an_encoder_reads_lines(bert, text):
     assert torch.equal(mask.bool(), ids != 0)
     assert (ids[:, 0] == 1).all()
     assert open_tokenizer(str(bert)).decode(ids[0], skip_special_tokens=True) == "0 1 2 3 4 5 6"
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "bart", "t5"])
+def test_softmax_loses_nothing_and_says_so(name, request, text, tmp_path):
+    line = [
+        request.getfixturevalue(name),
+        "--method",
+        "softmax",
+        "--text",
+        text,
+        *small(),
+        "--report",
+        "--out",
+        tmp_path / "out",
+    ]
+    done = invoke(*line)
+    assert done.exit_code == 0, done.output
+    assert "heads with the most damage" not in done.stdout
+    results = load(tmp_path / "out" / "results.json")
+    assert results.last.cosine == pytest.approx(1)
+    assert "Heads by damage" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_folder_without_a_tokenizer_is_not_read_by_another(text, tmp_path):
+    config = GPT2Config(vocab_size=259, n_embd=12, n_layer=2, n_head=3, n_positions=CONTEXT, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "bare")
+    done = invoke(tmp_path / "bare", "--method", "linear", "--text", text, *small(), "--out", tmp_path / "out")
+    assert "bare has no tokenizer: none of" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_needs_more_than_text(text, tmp_path):
+    config = CLIPConfig(
+        text_config={**SIZES, "vocab_size": 259, "max_position_embeddings": CONTEXT},
+        vision_config={**SIZES, "image_size": 8, "patch_size": 4},
+        projection_dim=8,
+    )
+    saved(CLIPModel(config), tmp_path / "clip")
+    done = invoke(tmp_path / "clip", "--method", "softmax", "--text", text, *small(), "--out", tmp_path / "out")
+    assert "CLIPModel does not run on calibration text alone" in str(done.exception)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("cross", [[], ["--cross"]])
@@ -265,7 +318,7 @@ def places(llama, text, tmp_path):
         ("LLAMA --method hybrid --option widow=3", "has no option 'widow'; did you mean 'window'"),
         ("LLAMA --method nystrom", "these layers cannot take nystrom, and nothing was converted"),
         ("LLAMA --method linear --layers 7", "layers 0 to 2, which the model has; got 7"),
-        ("LLAMA --method linear --layers some", "--layers is numbers of layers such as 0,3,5; got 'some'"),
+        ("LLAMA --method linear --layers some", "--layers is all, every 2, or numbers of layers such as 0,3,5; got 'some'"),
         ("LLAMA --method linear --keep-softmax 0,1,2", "nothing is left to convert"),
         ("LLAMA --method linear --dtype int8", "dtype is one of float32"),
         ("LLAMA --method linear --report", "the page shows what a conversion has lost, measured on text; got none"),
@@ -273,7 +326,8 @@ def places(llama, text, tmp_path):
         ("LLAMA --method linear --keep 1", "learn from calibration text; got none"),
         ("LLAMA --method linear --text HERE/short.txt", "at least 4 sequences with 64 tokens; the text has 0"),
         ("LLAMA --method linear --text HERE/few.txt --length 24 --repair lora", "at least two batches of 8 sequences"),
-        ("LLAMA --method linear --text HERE/none.txt", "none.txt cannot be read: "),
+        ("LLAMA --method linear --text HERE/none.txt", "there is no file HERE/none.txt"),
+        ("LLAMA --method linear --resume --fresh", "--resume goes on, and --fresh starts over; got both"),
         ("LLAMA --method linear --text HERE/damaged.txt.xz", "damaged.txt.xz cannot be read"),
         ("LLAMA --method linear --text HERE/bytes.txt", "bytes.txt cannot be read"),
         ("LLAMA --method linear --text TEXT --length 100", f"as many as the model was made for, {CONTEXT}; got 100"),

@@ -50,7 +50,8 @@ def test_it_is_what_generate_gives(kind, request):
     assert f"{len(found)} tokens, " in done.stderr
     assert "a second, a state of" in done.stderr
     assert invoke(folder, PROMPT, "--max-new-tokens", 9, "--stream").stdout == done.stdout
-    assert invoke(folder, "-", "--max-new-tokens", 9, input=PROMPT).stdout == done.stdout
+    for end in ("", "\n"):
+        assert invoke(folder, "-", "--max-new-tokens", 9, input=PROMPT + end).stdout == done.stdout
 
 
 def test_text_comes_as_it_is_written(llama):
@@ -98,6 +99,10 @@ def test_bytes(trained, tmp_path):
     assert f"no tokenizer loads from {tmp_path}: " in said
     assert said.endswith("If the model's tokens are bytes, say --bytes.")
     assert invoke(tmp_path, "import os\n", "--bytes", "--max-new-tokens", 5).stdout == done.stdout
+
+
+def test_tokens_that_are_no_bytes(llama):
+    assert "a byte has 256 values; got a model of 259 tokens" in str(invoke(llama, "0 1", "--bytes").exception)
 
 
 @pytest.mark.parametrize("kind", ["llama", "converted"])

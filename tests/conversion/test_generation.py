@@ -1,8 +1,12 @@
 """Text from converted models: with a state of constant size, and the same as without."""
 
+import copy
+import pickle
+from functools import partial
+
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import subquad as sq
 from subquad.models import SubquadCache
@@ -14,6 +18,16 @@ OPTIONS = {"local": sq.Local(window=4)}
 
 def converted(name, method, **options):
     return sq.convert(families.model(name), OPTIONS.get(method, method), **options)
+
+
+def unlike(name, noise):
+    """A model that does not repeat itself, off from the one without noise."""
+    model = families.model(name)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(6).add_(noise * weight.std() * torch.randn_like(weight))
+    return model
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -58,28 +72,44 @@ def test_piece_by_piece_as_at_once():
     assert torch.allclose(torch.cat([first.logits, second.logits], 1), whole, atol=1e-5)
 
 
-def test_assisted_by_a_smaller_model():
-    model, assistant = converted("llama", "linear"), families.model("llama")
-    given = {name: value[:1] for name, value in families.inputs("llama").items()}
-    found = families.generated(model, given, assistant_model=assistant)
-    assert torch.equal(found, families.generated(model, given))
-
-
-def test_a_converted_model_as_assistant():
-    model, assistant = families.model("llama"), converted("llama", "linear")
-    given = {name: value[:1] for name, value in families.inputs("llama").items()}
-    found = families.generated(model, given, assistant_model=assistant)
-    assert torch.equal(found, families.generated(model, given))
+@pytest.mark.parametrize("method", ["linear", "softmax", sq.Hybrid(window=3)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
+def test_assisted(name, method):
+    """By models whose guesses are often wrong, so that the cache goes back."""
+    model, assistant = (sq.convert(unlike(name, noise), method) for noise in (0, 0.3))
+    given = {key: value[:1] for key, value in families.inputs(name).items()}
+    plain = families.generated(model, given)
+    for options in ({"assistant_model": assistant}, {"assistant_model": unlike(name, 0.3)}, {"prompt_lookup_num_tokens": 3}):
+        assert torch.equal(families.generated(model, given, **options), plain)
+    original = unlike(name, 0)
+    assert torch.equal(families.generated(original, given, assistant_model=assistant), families.generated(original, given))
 
 
 def test_other_caches_are_refused():
     model, ids = converted("llama", "linear"), torch.arange(3, 9)[None]
-    with pytest.raises(sq.InputError, match="StaticCache"):
-        model(input_ids=ids, past_key_values=StaticCache(config=model.config, max_cache_len=20))
-    filled = DynamicCache(config=model.config)
-    families.model("llama")(input_ids=ids, past_key_values=filled)
-    with pytest.raises(sq.UnsupportedError, match="SubquadCache"):
-        model(input_ids=ids, past_key_values=filled)
+    for cache in (StaticCache(config=model.config, max_cache_len=20), DynamicCache(), DynamicCache(config=model.config)):
+        kind = type(cache).__name__
+        for call in (model, partial(model.generate, max_new_tokens=3)):
+            with pytest.raises(sq.InputError, match=f"got a {kind} for past_key_values"):
+                call(input_ids=ids, past_key_values=cache)
+    with pytest.raises(sq.InputError, match="cache_implementation='offloaded'"):
+        model.generate(ids, max_new_tokens=3, cache_implementation="offloaded")
+    bart = converted("bart", "linear")
+    with pytest.raises(sq.InputError, match="got a DynamicCache for past_key_values"):
+        bart.generate(ids, max_new_tokens=3, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    cache = SubquadCache(model.config)
+    model(input_ids=ids[:, :4], past_key_values=cache)
+    assert cache.get_seq_length() == 4
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_generates_with_its_own_cache(again):
+    model = again(converted("llama", "linear"))
+    found = model.generate(torch.arange(3, 9)[None], max_new_tokens=3, return_dict_in_generate=True)
+    assert isinstance(found.past_key_values, SubquadCache)
+    assert vars(model)["_prepare_cache_for_generation"].args == (model,)
+    plain = sq.revert(model).generate(torch.arange(3, 9)[None], max_new_tokens=3, return_dict_in_generate=True)
+    assert type(plain.past_key_values) is DynamicCache
 
 
 def test_its_cache_is_for_converted_models_only():

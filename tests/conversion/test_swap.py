@@ -190,6 +190,19 @@ class TestRefusals:
         projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
         refused(model, "linear", "quantised", sq.UnsupportedError)
 
+    @pytest.mark.parametrize("layers", [1, None, 2.5])
+    def test_layers_that_are_no_list(self, layers):
+        with pytest.raises(sq.OptionError, match="layers is a list of numbers of layers; got"):
+            sq.convert(families.model("llama"), "linear", layers=layers)
+
+    def test_another_attention(self):
+        model, given = sq.convert(families.model("llama"), "linear"), families.inputs("llama")
+        before = families.outputs(model, given)
+        with pytest.raises(sq.InputError, match=r"its mechanisms; got 'eager'\. subquad\.revert"):
+            model.set_attn_implementation("eager")
+        assert torch.equal(families.outputs(model, given), before)
+        sq.revert(model).set_attn_implementation("eager")
+
     def test_our_own_models(self):
         config = sq.models.SubquadConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
         with pytest.raises(sq.InputError, match="built on subquad"):

@@ -1,18 +1,18 @@
 """Caches of converted models: `model(..., use_cache=True)` and `model.generate` get a `SubquadCache` without being asked.
 
-Hugging Face's models and `generate` make ordinary caches, of keys and values. A hook before the forward pass puts a
-`SubquadCache` in the place of one that is still empty; the model hands it on in its outputs.
+Hugging Face's models and `generate` would make ordinary caches, of keys and values. `generate` asks the model for its cache; a
+hook before the forward pass makes one where none is given, and refuses what is given and holds no states.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from subquad.conversion.record import Record, written
@@ -20,21 +20,36 @@ from subquad.errors import InputError
 from subquad.models.cache import SubquadCache
 
 _READ = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
+_GENERATES = "_prepare_cache_for_generation"  # what `generate` asks
 
 
 def lets_generate(model: PreTrainedModel) -> None:
     """Every part of the model that takes a cache gets the right one."""
+    stop_caching(model)  # in a part that was there before
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and "past_key_values" in _names(part):
             part.register_forward_pre_hook(_prepare, with_kwargs=True)
+            if part.can_generate():
+                setattr(part, _GENERATES, partial(_prepare_generation, part))
 
 
 def stop_caching(model: PreTrainedModel) -> None:
     """As before `lets_generate`."""
     for part in model.modules():
+        vars(part).pop(_GENERATES, None)
         for key, hook in list(part._forward_pre_hooks.items()):
             if hook is _prepare:
                 del part._forward_pre_hooks[key], part._forward_pre_hooks_with_kwargs[key]
+
+
+class TwoCaches(EncoderDecoderCache):  # type: ignore[misc]
+    """States of the decoder's own tokens, and keys and values of what the encoder has read."""
+
+    def __init__(self, part: PreTrainedModel) -> None:
+        super().__init__(SubquadCache(part.config), DynamicCache(config=part.config))
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Both can do all that a `DynamicCache` can."""
 
 
 def _prepare(part: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -47,34 +62,44 @@ def _prepare(part: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any
         return args, kwargs
     use_cache = given.get("use_cache")
     cache = given.get("past_key_values")
-    if cache is None and (part.config.use_cache if use_cache is None else use_cache):
+    if cache is not None:
+        _require_states(cache)
+    elif part.config.use_cache if use_cache is None else use_cache:
         cache = _new(part)
-    elif isinstance(cache, Cache) and not cache.get_seq_length():
-        cache = _exchanged(part, cache)
     return (), {**given, "past_key_values": cache}
 
 
-def _new(part: PreTrainedModel) -> Cache:
-    own = SubquadCache(part.config)
-    return EncoderDecoderCache(own, DynamicCache(config=part.config)) if part.config.is_encoder_decoder else own
-
-
-def _exchanged(part: PreTrainedModel, cache: Cache) -> Cache:
-    """The empty `cache`, or a `SubquadCache` in its place."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache.self_attention_cache = _exchanged(part, cache.self_attention_cache)
-        return cache
-    if isinstance(cache, SubquadCache):
-        return cache
-    if type(cache) is not DynamicCache:
+def _prepare_generation(
+    part: PreTrainedModel, config: GenerationConfig, given: dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
+    conversion = written(part.config)
+    if conversion is None or not conversion.cache_layers:
+        getattr(type(part), _GENERATES)(part, config, given, *args, **kwargs)
+        return
+    if config.cache_implementation not in (None, "dynamic"):
         raise InputError(
-            f"a converted model generates with a SubquadCache; got a {type(cache).__name__}. Leave past_key_values and "
-            "cache_implementation out, or pass use_cache=False."
+            "a converted model generates with a SubquadCache, whose size is that of its mechanisms' states; "
+            f"got cache_implementation={config.cache_implementation!r}. Leave it out."
         )
-    new = SubquadCache(part.config)
-    if any(getattr(layer, "record_past", False) for layer in cache.layers):
-        new.activate_past_recording()
-    return new
+    if given.get("past_key_values") is not None:
+        _require_states(given["past_key_values"])
+    elif config.use_cache is not False:
+        given["past_key_values"] = _new(part)
+        if config.is_assistant:
+            given["past_key_values"].activate_past_recording()
+
+
+def _new(part: PreTrainedModel) -> Cache:
+    return TwoCaches(part) if part.config.is_encoder_decoder else SubquadCache(part.config)
+
+
+def _require_states(cache: Cache) -> None:
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if not isinstance(own, SubquadCache):
+        raise InputError(
+            f"a converted model remembers by states of its mechanisms; got a {type(own).__name__} for past_key_values. "
+            "Leave it out, and go on from the past_key_values that the model gives; or begin with SubquadCache(model.config)."
+        )
 
 
 def _require_context(conversion: Record, given: dict[str, Any]) -> None:

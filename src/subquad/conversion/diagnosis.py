@@ -14,7 +14,7 @@ B batch, H query heads, K key-value heads, N tokens, D channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -121,6 +121,11 @@ def diagnose(
 
 def require_tokens(batches: Sequence[Batch], least: int = LEAST) -> None:
     """That there is enough to judge by, or to learn from."""
+    for batch in batches:
+        if not isinstance(batch, Mapping) or not all(isinstance(value, Tensor) for value in batch.values()):
+            raise InputError(
+                f'batches are inputs of the model, such as [{{"input_ids": …}}, …]; got one that is {type(batch).__name__}.'
+            )
     found = sum(tokens_of(batch) for batch in batches)
     if found < least:
         raise InputError(

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from subquad.bench.machine import describe
 from subquad.bench.results import ResultsError, Setting, alone
 from subquad.conversion.diagnosis import diagnose
+from subquad.conversion.observe import last_states
 from subquad.conversion.opening import open_config, open_model, open_tokenizer, require_convertible
 from subquad.conversion.plan import STAGES, Plan
 from subquad.conversion.repair import Progress, finetune, keep_softmax, transfer
@@ -90,6 +91,7 @@ def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
             original, tokenizer, plan.text, length=plan.length, batch=plan.batch, tokens=plan.tokens,
             is_learnt=bool(plan.repair or plan.keep), is_beyond_allowed=plan.beyond_context,
         )  # fmt: skip
+        _require_reads(original, text)
     results = Results(
         plan.model, type(original).__name__, method.info.name, options_of(method), plan.identity(text), describe(Setting())
     )
@@ -106,6 +108,18 @@ def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
         need_peft()
         results.settings["loss"] = kind_of(job.converted, plan.loss)
     return job
+
+
+def _require_reads(original: PreTrainedModel, text: Calibration) -> None:
+    """That the model runs on one sequence of the text."""
+    try:
+        with torch.no_grad():
+            last_states(original, {name: value[:1] for name, value in text.judged[0].items()})
+    except Exception as error:  # each model has its own for an input that it misses
+        raise InputError(
+            f"{type(original).__name__} does not run on calibration text alone: {type(error).__name__}: {error}. Leave --text "
+            "out, or convert the part of it that reads text."
+        ) from error
 
 
 def _tokenizer(plan: Plan) -> Any:

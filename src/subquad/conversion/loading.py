@@ -9,16 +9,20 @@ from transformers import PreTrainedModel
 from subquad.conversion import record as records
 from subquad.conversion.interface import NAME
 from subquad.conversion.sites import found_in
-from subquad.conversion.swap import install
+from subquad.conversion.swap import guard, install
 from subquad.errors import InputError
 from subquad.models.loading import misfits, refuse, settle
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Put the mechanisms in, if this is the model that was converted, and not a part of it."""
+    """Put the mechanisms in, if all that was converted is here: in the model without its head, which comes first."""
     conversion = records.of(model)
     sites = {site.name: site.module for site in found_in(model)}
-    if set(sites) == set(conversion.sites) and not all(hasattr(module, NAME) for module in sites.values()):
+    if set(sites) != set(conversion.sites):
+        return
+    if all(hasattr(module, NAME) for module in sites.values()):
+        guard(model)
+    else:
         install(model, conversion)
 
 

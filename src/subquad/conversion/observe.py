@@ -15,6 +15,7 @@ from subquad.api import Mechanism
 from subquad.conversion.record import written
 from subquad.conversion.swap import convert, every_mechanism, revert
 
+_DECODED = ("decoder_input_ids", "decoder_inputs_embeds")
 _AGAIN = ("is_causal", "key_padding_mask", "attn_mask")
 
 Batch = Mapping[str, Tensor]
@@ -87,9 +88,12 @@ def run(model: PreTrainedModel, batch: Batch) -> tuple[dict[str, Seen], Tensor]:
 
 
 def last_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """(B, N, dim): what a model without its head makes of a batch."""
+    """(B, N, dim): what a model makes of a batch before its head."""
     part = model.base_model
-    return part(**model_inputs(part, batch)).last_hidden_state
+    found = part(**model_inputs(part, batch), **({"output_hidden_states": True} if part is model else {}))
+    if (states := getattr(found, "last_hidden_state", None)) is None:  # T5 with a head has no other part without
+        states = (getattr(found, "decoder_hidden_states", None) or found.hidden_states)[-1]
+    return states
 
 
 def real_tokens(batch: Batch, states: Tensor) -> Tensor:
@@ -106,6 +110,15 @@ def is_causal_lm(model: PreTrainedModel) -> bool:
 
 
 def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
-    """What of a batch a model reads, where the model is; without a cache."""
+    """What of a batch a model reads, where the model is; without a cache. A decoder that is given nothing reads the same."""
     read = {name: value.to(model.device) for name, value in batch.items() if name != "labels"}
+    if model.config.is_encoder_decoder and "input_ids" in read and not any(name in read for name in _DECODED):
+        read["decoder_input_ids"] = _shifted(model, read["input_ids"])
     return {**read, "use_cache": False} if hasattr(model.config, "use_cache") else read
+
+
+def _shifted(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """(B, N): behind the token that a decoder begins with, all but the last."""
+    config: Any = model.config
+    first = next((n for n in (config.decoder_start_token_id, config.bos_token_id, config.pad_token_id) if n is not None), 0)
+    return torch.cat([ids.new_full((ids.shape[0], 1), first), ids[:, :-1]], dim=1)

@@ -41,13 +41,16 @@ def open_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None,
 
 def open_tokenizer(place: str, gguf: str | None = None) -> Any:
     """The tokenizer beside a model; refused where none loads."""
+    advice = "Text is read by the one that the model was trained with; save it there with tokenizer.save_pretrained."
     try:
-        return AutoTokenizer.from_pretrained(place, **_gguf(gguf))
+        found = AutoTokenizer.from_pretrained(place, **_gguf(gguf))
     except Exception as error:  # each kind of tokenizer has errors of its own for files that are not there
-        raise InputError(
-            f"no tokenizer loads from {place}: {_said(error)} Text is read by the one that the model was trained with; save it "
-            "there with tokenizer.save_pretrained."
-        ) from error
+        raise InputError(f"no tokenizer loads from {place}: {_said(error)} {advice}") from error
+    files = {*found.vocab_files_names.values(), "tokenizer.json"} if found.vocab_files_names else set()
+    folder = Path(place).expanduser()
+    if files and gguf is None and folder.is_dir() and not any((folder / file).is_file() for file in files):
+        raise InputError(f"{place} has no tokenizer: none of {', '.join(sorted(files))}. {advice}")
+    return found
 
 
 def require_convertible(place: str, config: PreTrainedConfig) -> None:

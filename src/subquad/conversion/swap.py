@@ -27,6 +27,7 @@ from subquad.registry import resolve
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 Layers = str | Sequence[int]
+_CHANGES = "set_attn_implementation"
 _EVERY = re.compile(r"every (\d+)")
 
 
@@ -84,6 +85,8 @@ def revert(model: Model) -> Model:
     for site in sites(model):
         delattr(site.module, NAME)
     stop_caching(model)
+    for part in model.modules():
+        vars(part).pop(_CHANGES, None)
     model.set_attn_implementation(conversion.attention)
     del model.config.subquad
     return model
@@ -103,7 +106,20 @@ def install(model: PreTrainedModel, conversion: Record) -> None:
                 mechanism.borrow_parameters(lender)
         site.module.add_module(NAME, mechanism)
     model.set_attn_implementation(NAME)
+    guard(model)
+
+
+def guard(model: PreTrainedModel) -> None:
+    """Its caches hold states of its mechanisms, and nobody sets another attention without `revert`."""
+    setattr(model, _CHANGES, _keep)
     lets_generate(model)
+
+
+def _keep(attn_implementation: Any, *_: Any, **__: Any) -> None:
+    if attn_implementation != NAME:
+        raise InputError(
+            f"the attention of a converted model is its mechanisms; got {attn_implementation!r}. subquad.revert(model) first."
+        )
 
 
 def every_mechanism(model: PreTrainedModel) -> dict[str, Mechanism]:
@@ -178,6 +194,8 @@ def _numbers(field: str, given: Layers, known: list[int]) -> Iterable[int]:
         if every is None or int(every[1]) < 1:
             raise OptionError(f'{field} is "all", numbers of layers, or "every k" as in "every 2"; got {given!r}.')
         return known[:: int(every[1])]
+    if not hasattr(given, "__iter__"):
+        raise OptionError(f"{field} is a list of numbers of layers; got {given!r}.")
     for number in given:
         if isinstance(number, bool) or not isinstance(number, int) or number not in known:
             raise OptionError(f"{field} names layers {known[0]} to {known[-1]}, which the model has; got {number!r}.")

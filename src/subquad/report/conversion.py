@@ -46,7 +46,8 @@ def summary(results: Results) -> Table:
     table = Table("summary", caption, ["model", "loss", "perplexity", "cosine", "mean error", "steps", "time"])
     for part, loss, cosine in results.losses():
         found, stage = results.diagnoses.get(part), results.stages.get(part)
-        error = None if found is None else sum(head.error for head in found.heads) / len(found.heads)
+        errors = [] if found is None else [head.error for head in found.heads]
+        error = sum(errors) / len(errors) if errors else None
         table.rows.append(
             [
                 Cell(_row_name(results, part), part),

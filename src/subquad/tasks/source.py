@@ -76,6 +76,8 @@ def parsed(path: Path, rows: Iterable[Read], parse: Callable[[Read], Parsed], wh
 
 
 def damaged(path: Path, error: object) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"there is no file {path}.")
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     return DataError(f"{path} cannot be read: {said}. Is it whole? Get it again.")
 
