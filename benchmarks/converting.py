@@ -103,7 +103,7 @@ class Measured:
         self.console.print(stage, scores, damage)
 
     def _repair(self, stage: str, learn: Callable[..., Progress], **more: Any) -> None:
-        schedule = getattr(self.study, stage)
+        schedule = self.study.schedule(self.row, stage)
         begun = time.monotonic()
         done = learn(self.read.model, self.converted, self.batches, schedule, folder=self.folder, tell=self._tell, **more)
         seconds = max(done.seconds, time.monotonic() - begun)
@@ -122,8 +122,8 @@ def _mean(figures: Iterable[float | None]) -> float | None:
 
 def _settings(study: Study, row: str) -> dict[str, Any]:
     stages = {
-        "transfer": asdict(study.transfer),
-        "finetune": {**asdict(study.finetune), "loss": study.loss, "rank": study.rank},
+        "transfer": asdict(study.schedule(row, "transfer")),
+        "finetune": {**asdict(study.schedule(row, "finetune")), "loss": study.loss, "rank": study.rank},
     }
     return {"method": to_json(study.rows[row], 1), "settings": {} if row in study.unrepaired else stages}
 

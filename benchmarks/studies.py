@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import subquad as sq
@@ -24,6 +24,7 @@ class Study:
         text: what repairs learn from; the first batches judge.
         rows: what the model is converted to.
         loss, rank: of finetuning.
+        harder: schedules of finetuning for rows that have lost more.
         unrepaired: rows that show what a swap alone does.
     """
 
@@ -39,7 +40,11 @@ class Study:
     finetune: Schedule
     loss: str
     rank: int = 16
+    harder: Mapping[str, Schedule] = field(default_factory=dict)
     unrepaired: tuple[str, ...] = ()
+
+    def schedule(self, row: str, stage: str) -> Schedule:
+        return self.transfer if stage == "transfer" else self.harder.get(row, self.finetune)
 
 
 def _sts(read: Pretrained, data: Path) -> dict[str, float]:
@@ -123,6 +128,7 @@ STUDIES = {
             },
             transfer=Schedule(steps=2600, lr=2e-2, every=200, held_out=0.02),
             finetune=Schedule(steps=500, lr=5e-4, every=100, held_out=0.02),
+            harder={"hedgehog": Schedule(steps=600, lr=2e-3, every=100, held_out=0.02)},
             loss="distil",
             unrepaired=("softmax", "local-64", "linear", "performer-256"),
         ),
