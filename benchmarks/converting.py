@@ -26,7 +26,7 @@ from rich.console import Console
 
 import subquad as sq
 from subquad.bench.results import read as read_json
-from subquad.conversion import Progress, finetune, mechanisms, transfer
+from subquad.conversion import Progress, Schedule, finetune, mechanisms, transfer
 from subquad.models.methods import to_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
@@ -91,8 +91,9 @@ class Measured:
         self._look("swapped")
         if self.row not in self.study.unrepaired:
             if any(next(m.parameters(), None) is not None for m in mechanisms(self.converted).values()):
-                self._repair("transfer", transfer)
-            self._repair("finetune", finetune, loss=self.study.loss, rank=self.study.rank)
+                self._repair("transfer", transfer, self.study.transfer)
+            how = self.study.finetune_of(self.row)
+            self._repair("finetune", finetune, how.schedule, loss=how.loss, rank=how.rank, targets=how.targets)
         return {"stages": self.stages}
 
     def _look(self, stage: str, **more: Any) -> None:
@@ -102,8 +103,7 @@ class Measured:
         self.stages[stage] = {"scores": scores, **damage, **more}
         self.console.print(stage, scores, damage)
 
-    def _repair(self, stage: str, learn: Callable[..., Progress], **more: Any) -> None:
-        schedule = self.study.schedule(self.row, stage)
+    def _repair(self, stage: str, learn: Callable[..., Progress], schedule: Schedule, **more: Any) -> None:
         begun = time.monotonic()
         done = learn(self.read.model, self.converted, self.batches, schedule, folder=self.folder, tell=self._tell, **more)
         seconds = max(done.seconds, time.monotonic() - begun)
@@ -121,10 +121,7 @@ def _mean(figures: Iterable[float | None]) -> float | None:
 
 
 def _settings(study: Study, row: str) -> dict[str, Any]:
-    stages = {
-        "transfer": asdict(study.schedule(row, "transfer")),
-        "finetune": {**asdict(study.schedule(row, "finetune")), "loss": study.loss, "rank": study.rank},
-    }
+    stages = {"transfer": asdict(study.transfer), "finetune": study.finetune_of(row).settings()}
     return {"method": to_json(study.rows[row], 1), "settings": {} if row in study.unrepaired else stages}
 
 

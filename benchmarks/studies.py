@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import subquad as sq
 from benchmarks import pretrained
 from benchmarks.pretrained import Batch, Pretrained
 from subquad.conversion import Schedule
+from subquad.conversion.repair.lora import Loss, Targets
 from subquad.mechanisms import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune:
+    """Low-rank finetuning: for how long, of what, and what it matches."""
+
+    schedule: Schedule
+    loss: Loss
+    rank: int = 16
+    targets: Targets = "attention"
+
+    def settings(self) -> dict[str, Any]:
+        return {**asdict(self.schedule), "loss": self.loss, "rank": self.rank, "targets": self.targets}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +38,7 @@ class Study:
         metrics: what is measured, by the names that `score` gives.
         text: what repairs learn from; the first batches judge.
         rows: what the model is converted to.
-        loss, rank: of finetuning.
-        harder: schedules of finetuning for rows that have lost more.
+        harder: other finetuning, for rows that have lost more.
         unrepaired: rows that show what a swap alone does.
     """
 
@@ -37,14 +51,12 @@ class Study:
     text: Callable[[Pretrained, Path], list[Batch]]
     rows: Mapping[str, Config]
     transfer: Schedule
-    finetune: Schedule
-    loss: str
-    rank: int = 16
-    harder: Mapping[str, Schedule] = field(default_factory=dict)
+    finetune: Finetune
+    harder: Mapping[str, Finetune] = field(default_factory=dict)
     unrepaired: tuple[str, ...] = ()
 
-    def schedule(self, row: str, stage: str) -> Schedule:
-        return self.transfer if stage == "transfer" else self.harder.get(row, self.finetune)
+    def finetune_of(self, row: str) -> Finetune:
+        return self.harder.get(row, self.finetune)
 
 
 def _sts(read: Pretrained, data: Path) -> dict[str, float]:
@@ -103,8 +115,7 @@ STUDIES = {
                 "nystrom-8": sq.Nystrom(landmarks=8),
             },
             transfer=Schedule(steps=600, lr=2e-2, every=100, minutes=4, held_out=0.03),
-            finetune=Schedule(steps=600, lr=1e-3, every=100, minutes=6, held_out=0.03),
-            loss="embedding",
+            finetune=Finetune(schedule=Schedule(steps=600, lr=1e-3, every=100, minutes=6, held_out=0.03), loss="embedding"),
             unrepaired=("softmax",),
         ),
         Study(
@@ -127,9 +138,10 @@ STUDIES = {
                 "performer-256": sq.Performer(features=256),
             },
             transfer=Schedule(steps=2600, lr=2e-2, every=200, held_out=0.02),
-            finetune=Schedule(steps=500, lr=5e-4, every=100, held_out=0.02),
-            harder={"hedgehog": Schedule(steps=600, lr=2e-3, every=100, held_out=0.02)},
-            loss="distil",
+            finetune=Finetune(schedule=Schedule(steps=500, lr=5e-4, every=100, held_out=0.02), loss="distil"),
+            harder={
+                "hedgehog": Finetune(schedule=Schedule(steps=600, lr=2e-3, every=100, held_out=0.02), loss="distil"),
+            },
             unrepaired=("softmax", "local-64", "linear", "performer-256"),
         ),
         Study(
@@ -150,8 +162,7 @@ STUDIES = {
                 "linear": sq.Linear(),
             },
             transfer=Schedule(steps=60, lr=2e-2, every=20, minutes=10, held_out=0.02),
-            finetune=Schedule(steps=60, lr=1e-3, every=20, minutes=15, held_out=0.02),
-            loss="distil",
+            finetune=Finetune(schedule=Schedule(steps=60, lr=1e-3, every=20, minutes=15, held_out=0.02), loss="distil"),
             unrepaired=("softmax", "linear"),
         ),
     )

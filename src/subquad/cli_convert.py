@@ -39,6 +39,9 @@ def convert(
     minutes: Annotated[float | None, typer.Option(help="Minutes of each stage, at most.")] = None,
     loss: Annotated[str | None, typer.Option(help="Of low-rank finetuning: language, distil or embedding.")] = None,
     rank: Annotated[int, typer.Option(help="Of low-rank finetuning.")] = 8,
+    targets: Annotated[
+        str, typer.Option(help="What low-rank finetuning changes: attention, or all linear maps of the layers.")
+    ] = "attention",
     keep: Annotated[int, typer.Option(help="Search so many layers that are best left softmax, before the repair.")] = 0,
     beyond_context: Annotated[
         bool, typer.Option("--beyond-context", help="Take prompts longer than the model's context.")
@@ -68,7 +71,7 @@ def convert(
         keep_softmax=_numbers("--keep-softmax", keep_softmax), cross=cross, beyond_context=beyond_context,
         text=tuple(text or ()), length=length, batch=batch, tokens=tokens,
         repair=tuple(stage.strip() for stage in repair.split(",") if stage.strip()), keep=keep, transfer_steps=transfer_steps,
-        lora_steps=lora_steps, minutes=minutes, loss=loss, rank=rank, dtype=dtype, seed=seed, threads=threads,
+        lora_steps=lora_steps, minutes=minutes, loss=loss, rank=rank, targets=targets, dtype=dtype, seed=seed, threads=threads,
     )  # fmt: skip
 
     def show(doing: Doing) -> None:

@@ -1,5 +1,6 @@
 """Repairs: they lower the loss they say, they go on where they were stopped, they leave the rest alone."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -58,16 +59,15 @@ def test_finetuning_lowers_its_loss_and_keeps_the_names(loss, batches):
     assert all(weight.requires_grad for weight in converted.parameters())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "bart"])
-def test_finetuning_of_other_families(name, batches):
+@pytest.mark.parametrize("targets", ["attention", "all"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "bart"])
+def test_what_finetuning_changes(name, targets, batches):
     original, converted = pair(name, "linear")
-    if name == "bart":
-        batches = [{**batch, "decoder_input_ids": batch["input_ids"]} for batch in batches]
     before = weights(converted)
-    finetune(original, converted, batches, replace(SHORT, lr=3e-3), rank=2)
+    finetune(original, converted, batches, replace(SHORT, lr=3e-3), rank=2, targets=targets)
     changed = {key for key, value in weights(converted).items() if not torch.equal(value, before[key])}
-    assert changed
-    assert all("att" in key for key in changed), "only attention learns"
+    maps = {key for key in before if re.search(r"(?:layers?|h)\.\d+\..*weight$", key) and before[key].dim() == 2}
+    assert changed == (maps if targets == "all" else {key for key in maps if "att" in key})
 
 
 @pytest.mark.parametrize("stage", [transfer, finetune])
@@ -159,6 +159,8 @@ def test_refusals(batches):
         finetune(original, converted, [{"input_ids": torch.arange(3, 9)[None]}] * 2, SHORT)
     with pytest.raises(sq.OptionError, match="one of language, distil, embedding; got 'other'"):
         finetune(original, converted, batches, SHORT, loss="other")
+    with pytest.raises(sq.OptionError, match="one of attention, all; got 'heads'"):
+        finetune(original, converted, batches, SHORT, targets="heads")
     bert, encoder = pair("bert", "linear")
     with pytest.raises(sq.InputError, match="Use embedding"):
         finetune(bert, encoder, batches, SHORT, loss="language")

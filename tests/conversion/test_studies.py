@@ -32,7 +32,8 @@ def study(model):
         text=lambda read, data: texts,
         rows={"softmax": sq.Softmax(), "local": sq.Local(window=3), "hedgehog": sq.Hedgehog()},
         transfer=SHORT,
-        finetune=SHORT,
+        finetune=studies.Finetune(schedule=SHORT, loss="distil", rank=2),
+        harder={"hedgehog": studies.Finetune(schedule=SHORT, loss="language", rank=2, targets="all")},
         unrepaired=("softmax",),
     )
 
@@ -62,6 +63,8 @@ def test_every_row_at_every_stage(run):
     assert softmax["swapped"]["error"] is None  # it is what it was
     assert hedgehog["swapped"]["error"] > hedgehog["transfer"]["error"] > 0
     assert hedgehog["transfer"]["step"] == 2
+    learnt = {name: row["settings"].get("finetune", {}).get("targets") for name, row in found["rows"].items()}
+    assert learnt == {"softmax": None, "local": "attention", "hedgehog": "all"}
 
 
 def test_what_is_done_is_not_done_again(run, study, monkeypatch):

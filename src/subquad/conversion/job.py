@@ -30,7 +30,7 @@ from subquad.conversion.plan import STAGES, Plan
 from subquad.conversion.repair import Progress, finetune, keep_softmax, transfer
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import converted_layers, require_count
-from subquad.conversion.repair.lora import kind_of, need_peft
+from subquad.conversion.repair.lora import kind_of, need_peft, require_targets
 from subquad.conversion.results import FILE, KEEP, SWAP, Results, load, save
 from subquad.conversion.swap import convert
 from subquad.conversion.text import Calibration, calibration
@@ -226,7 +226,10 @@ class _Job:
         assert self.text is not None
         learn: Any = transfer
         if stage == "lora":
-            learn = partial(finetune, loss=kind_of(self.converted, self.plan.loss), rank=self.plan.rank)
+            plan = self.plan
+            learn = partial(
+                finetune, loss=kind_of(self.converted, plan.loss), rank=plan.rank, targets=require_targets(plan.targets)
+            )
 
         def told(progress: Progress) -> None:
             known = self.results.stages.get(stage)

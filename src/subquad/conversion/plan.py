@@ -8,6 +8,7 @@ from typing import Any
 
 from subquad import checks
 from subquad.conversion.repair import FINETUNE, TRANSFER, Schedule
+from subquad.conversion.repair.lora import require_targets
 from subquad.conversion.swap import Layers
 from subquad.conversion.text import Calibration
 from subquad.errors import InputError
@@ -31,7 +32,7 @@ class Plan:
         repair: stages, in the order of `STAGES`.
         keep: how many layers a search puts back to softmax before the repair.
         minutes: of each stage, at most.
-        loss, rank: of the low-rank finetuning.
+        loss, rank, targets: of the low-rank finetuning.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Plan:
     minutes: float | None = None
     loss: str | None = None
     rank: int = 8
+    targets: str = "attention"
     dtype: str = "float32"
     seed: int = 0
     threads: int | None = None
@@ -60,6 +62,7 @@ class Plan:
         """Refuse what no conversion can be."""
         resolve(self.method)
         checks.sizes(batch=self.batch, tokens=self.tokens, rank=self.rank)
+        require_targets(self.targets)
         if self.keep < 0:
             raise InputError(f"keep is how many layers stay softmax, at least 0; got {self.keep}.")
         if self.repair != tuple(stage for stage in STAGES if stage in self.repair):

@@ -12,7 +12,7 @@ from subquad.conversion.observe import Batch, watchable
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import Kept, keep_softmax
 from subquad.conversion.repair.loop import Progress, Schedule, Tell, learn
-from subquad.conversion.repair.lora import Lora, Loss
+from subquad.conversion.repair.lora import Lora, Loss, Targets
 
 __all__ = ["Kept", "Progress", "Schedule", "finetune", "keep_softmax", "transfer"]
 
@@ -51,6 +51,7 @@ def finetune(
     *,
     loss: Loss | None = None,
     rank: int = 8,
+    targets: Targets = "attention",
     folder: Path | None = None,
     tell: Tell = lambda progress: None,
     is_stopping: Callable[[], bool] = lambda: False,
@@ -60,11 +61,12 @@ def finetune(
     Args:
         loss: "language", "distil" or "embedding"; by default the first for causal language models, the last for others.
         rank: of the changes.
+        targets: what changes: the projections of attention, or "all" linear maps of the layers.
     """
     require_tokens(batches)
     require_pair(original, converted)
     was_training = original.training
-    stage = Lora(original.eval(), converted, loss, rank)
+    stage = Lora(original.eval(), converted, loss, rank, targets)
     try:
         return learn(stage, batches, schedule, folder=folder, tell=tell, is_stopping=is_stopping)
     finally:

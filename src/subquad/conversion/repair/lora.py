@@ -1,7 +1,7 @@
-"""Low-rank finetuning: the projections of attention learn small changes, W + B A, to make up for what is lost.
+"""Low-rank finetuning: linear maps learn small changes, W + B A, to make up for what is lost.
 
-Hu et al., 2021, arXiv:2106.09685, through `peft`; the second stage of LoLCATs. The new maps go on learning beside them. What is
-matched needs no labels of a task:
+Hu et al., 2021, arXiv:2106.09685, through `peft`; the second stage of LoLCATs. They are the projections of attention or, where
+more is lost, all linear maps of the layers. The new maps go on learning beside them. What is matched needs no labels of a task:
 
     "language"    the next token of the text
     "distil"      the original's distribution over the next token, KL(p || p')
@@ -20,12 +20,13 @@ from transformers.pytorch_utils import Conv1D
 
 from subquad.conversion.observe import Batch, is_causal_lm, last_states, real_tokens
 from subquad.conversion.repair.loop import Stage
-from subquad.conversion.sites import sites
+from subquad.conversion.sites import Site, sites
 from subquad.conversion.swap import mechanisms
 from subquad.errors import InputError, OptionError
 from subquad.extras import need
 
 Loss = Literal["language", "distil", "embedding"]
+Targets = Literal["attention", "all"]
 ADAPTER = "repair"
 
 
@@ -34,13 +35,20 @@ class Lora(Stage):
 
     name = "lora"
 
-    def __init__(self, original: PreTrainedModel, converted: PreTrainedModel, loss: Loss | None = None, rank: int = 8) -> None:
+    def __init__(
+        self,
+        original: PreTrainedModel,
+        converted: PreTrainedModel,
+        loss: Loss | None = None,
+        rank: int = 8,
+        targets: Targets = "attention",
+    ) -> None:
         peft = need_peft()
         self.kind = kind_of(converted, loss)
         self.original, self.converted = original, converted
-        targets = _projections(converted)
-        is_turned = any(isinstance(converted.get_submodule(name), Conv1D) for name in targets)  # GPT-2 keeps W^T
-        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, fan_in_fan_out=is_turned)
+        changed = _maps(converted, require_targets(targets))
+        is_turned = any(isinstance(converted.get_submodule(name), Conv1D) for name in changed)  # GPT-2 keeps W^T
+        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=changed, fan_in_fan_out=is_turned)
         self._peft = peft
         peft.inject_adapter_in_model(config, converted, adapter_name=ADAPTER)
         for name, parameter in converted.named_parameters():
@@ -98,15 +106,33 @@ def kind_of(converted: PreTrainedModel, loss: str | None) -> Loss:
     return cast(Loss, kind)
 
 
-def _projections(model: PreTrainedModel) -> list[str]:
-    """The linear maps of the attention modules, by their whole names; where one stands inside another, of that one."""
+def require_targets(targets: str) -> Targets:
+    if targets not in get_args(Targets):
+        raise OptionError(f"the targets of a low-rank finetune are one of {', '.join(get_args(Targets))}; got {targets!r}.")
+    return cast(Targets, targets)
+
+
+def _maps(model: PreTrainedModel, targets: Targets) -> list[str]:
+    """The linear maps that change, by their whole names: of the attention modules, or of all layers around them."""
     names = {id(module): name for name, module in model.named_modules()}
     found = set()
     for site in sites(model):
-        around = model.base_model.get_submodule(site.name.rpartition(".")[0])
-        place = around if type(around).__name__.endswith("Attention") else site.module
+        place = _layer(model, site) if targets == "all" else _attention(model, site)
         found |= {names[id(child)] for child in place.modules() if isinstance(child, (nn.Linear, Conv1D))}
     return sorted(found)
+
+
+def _attention(model: PreTrainedModel, site: Site) -> nn.Module:
+    """The module of a site; where that stands inside another one of attention, this one."""
+    around = model.base_model.get_submodule(site.name.rpartition(".")[0])
+    return around if type(around).__name__.endswith("Attention") else site.module
+
+
+def _layer(model: PreTrainedModel, site: Site) -> nn.Module:
+    """The layer that a site stands in: what is behind the number in its name."""
+    parts = site.name.split(".")
+    number = max(i for i, part in enumerate(parts) if part.isdigit())
+    return model.base_model.get_submodule(".".join(parts[: number + 1]))
 
 
 def need_peft() -> Any:
