@@ -127,7 +127,7 @@ def test_a_lost_worker_ends_the_run_and_it_can_be_gone_on_with(tmp_path):
     victim.send_signal(signal.SIGKILL)
     _, said = launcher.communicate(timeout=120)
     assert launcher.returncode not in (0, None)
-    assert "Start all of them again with --resume" in " ".join(said.split())
+    assert "Start all of them again with --resume" in " ".join(said.split()), said
     record = load(tmp_path / "run" / "results.json").records[0]
     assert record.status == "failed"
     assert 20 <= record.step < 200
