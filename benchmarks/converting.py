@@ -1,6 +1,6 @@
 """What converting pretrained models costs, and what repairs give back: the tables of docs/converting.md.
 
-    make pretrained && python benchmarks/converting.py --data DIR                      # all of it, about two hours
+    make pretrained && python benchmarks/converting.py --data DIR                      # all of it, a few hours
     python benchmarks/converting.py --data DIR --only stories15m --rows hybrid-32
 
 Each row is a method: the score right after the swap, after attention transfer where it learns anything, and after low-rank

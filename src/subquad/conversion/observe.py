@@ -90,8 +90,9 @@ def run(model: PreTrainedModel, batch: Batch) -> tuple[dict[str, Seen], Tensor]:
 def last_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """(B, N, dim): what a model makes of a batch before its head."""
     part = model.base_model
-    found = part(**model_inputs(part, batch), **({"output_hidden_states": True} if part is model else {}))
-    if (states := getattr(found, "last_hidden_state", None)) is None:  # T5 with a head has no other part without
+    has_head = part.get_output_embeddings() is not None  # T5 with a head has no other part without
+    found = part(**model_inputs(part, batch), **({"output_hidden_states": True} if has_head else {}))
+    if (states := getattr(found, "last_hidden_state", None)) is None:
         states = (getattr(found, "decoder_hidden_states", None) or found.hidden_states)[-1]
     return states
 
