@@ -140,7 +140,12 @@ STUDIES = {
             transfer=Schedule(steps=2600, lr=2e-2, every=200, held_out=0.02),
             finetune=Finetune(schedule=Schedule(steps=500, lr=5e-4, every=100, held_out=0.02), loss="distil"),
             harder={
-                "hedgehog": Finetune(schedule=Schedule(steps=600, lr=2e-3, every=100, held_out=0.02), loss="distil"),
+                "hedgehog": Finetune(
+                    schedule=Schedule(steps=3000, lr=1.5e-3, every=250, held_out=0.02, precision="bf16"),
+                    loss="distil",
+                    rank=64,
+                    targets="all",
+                ),
             },
             unrepaired=("softmax", "local-64", "linear", "performer-256"),
         ),
@@ -161,8 +166,8 @@ STUDIES = {
                 "performer-256": sq.Performer(features=256),
                 "linear": sq.Linear(),
             },
-            transfer=Schedule(steps=60, lr=2e-2, every=20, minutes=10, held_out=0.02),
-            finetune=Finetune(schedule=Schedule(steps=60, lr=1e-3, every=20, minutes=15, held_out=0.02), loss="distil"),
+            transfer=Schedule(steps=60, lr=2e-2, every=20, held_out=0.01, precision="bf16"),
+            finetune=Finetune(schedule=Schedule(steps=60, lr=1e-3, every=20, held_out=0.01, precision="bf16"), loss="distil"),
             unrepaired=("softmax", "linear"),
         ),
     )

@@ -42,6 +42,7 @@ def convert(
     targets: Annotated[
         str, typer.Option(help="What low-rank finetuning changes: attention, or all linear maps of the layers.")
     ] = "attention",
+    precision: Annotated[str, typer.Option(help="Of the repair: fp32, or bf16 for mixed precision.")] = "fp32",
     keep: Annotated[int, typer.Option(help="Search so many layers that are best left softmax, before the repair.")] = 0,
     beyond_context: Annotated[
         bool, typer.Option("--beyond-context", help="Take prompts longer than the model's context.")
@@ -71,7 +72,9 @@ def convert(
         keep_softmax=_numbers("--keep-softmax", keep_softmax), cross=cross, beyond_context=beyond_context,
         text=tuple(text or ()), length=length, batch=batch, tokens=tokens,
         repair=tuple(stage.strip() for stage in repair.split(",") if stage.strip()), keep=keep, transfer_steps=transfer_steps,
-        lora_steps=lora_steps, minutes=minutes, loss=loss, rank=rank, targets=targets, dtype=dtype, seed=seed, threads=threads,
+        lora_steps=lora_steps, minutes=minutes, loss=loss, rank=rank, targets=targets,
+        precision=precision,  # type: ignore[arg-type]
+        dtype=dtype, seed=seed, threads=threads,
     )  # fmt: skip
 
     def show(doing: Doing) -> None:

@@ -27,6 +27,7 @@ from subquad.api import Mechanism
 from subquad.conversion import record as records
 from subquad.conversion.observe import Batch, Seen, is_causal_lm, last_states, real_tokens, run, watchable
 from subquad.conversion.swap import every_mechanism, mechanisms
+from subquad.engines.tensors import widen
 from subquad.errors import InputError
 
 LEAST = 64  # tokens of a calibration set
@@ -157,7 +158,8 @@ def tokens_of(batch: Batch) -> int:
 
 def head_errors(seen: Seen, output: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of squares (H,) over real queries: of the difference to what was seen, and of what was seen."""
-    squares = [(output - seen.output).square(), seen.output.square()]
+    output, expected = widen(output), widen(seen.output)
+    squares = [(output - expected).square(), expected.square()]
     if seen.real is not None:
         squares = [x * seen.real[:, None, :, None] for x in squares]
     missed, had = (x.sum((0, 2, 3)) for x in squares)

@@ -9,7 +9,7 @@ B batch, H query heads, N queries, M keys, D channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def attend(
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", False)) and getattr(module.config, "is_causal", True)
     layer = ConvertedLayer.behind(key) if is_causal else None
-    query = _rescaled(query, scaling)
+    query, key, value = _cast(_rescaled(query, scaling), key, value)
     pads = attention_mask[:, -key.shape[2] :] if attention_mask is not None and attention_mask.dim() == 2 else None
     pairs = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
     if layer is not None:
@@ -113,6 +113,14 @@ def _rescaled(query: Tensor, scaling: float | None) -> Tensor:
     """Mechanisms have a factor of their own in the place of 1/sqrt(D): what a model has beyond that goes to the queries."""
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])
     return query if math.isclose(factor, 1.0, rel_tol=1e-6) else query * factor
+
+
+def _cast(*tensors: Tensor) -> Iterable[Tensor]:
+    """Under autocast in its precision, as PyTorch's own attention: rotary positions have made float32 of queries and keys."""
+    kind = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    return (x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 def _seen(query: Tensor, key: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from subquad.conversion.text import Calibration
 from subquad.errors import InputError
 from subquad.mechanisms import Config
 from subquad.registry import resolve
+from subquad.training.precision import Precision, require_precision
 
 STAGES = ("transfer", "lora")
 _LOOKS = 6  # at held-out batches in a stage, at least
@@ -33,6 +34,7 @@ class Plan:
         keep: how many layers a search puts back to softmax before the repair.
         minutes: of each stage, at most.
         loss, rank, targets: of the low-rank finetuning.
+        precision: of the stages' own computing, see `Schedule`; `dtype` is that of the weights.
     """
 
     model: str
@@ -54,6 +56,7 @@ class Plan:
     loss: str | None = None
     rank: int = 8
     targets: str = "attention"
+    precision: Precision = "fp32"
     dtype: str = "float32"
     seed: int = 0
     threads: int | None = None
@@ -63,6 +66,7 @@ class Plan:
         resolve(self.method)
         checks.sizes(batch=self.batch, tokens=self.tokens, rank=self.rank)
         require_targets(self.targets)
+        require_precision(self.precision)
         if self.keep < 0:
             raise InputError(f"keep is how many layers stay softmax, at least 0; got {self.keep}.")
         if self.repair != tuple(stage for stage in STAGES if stage in self.repair):
@@ -80,7 +84,7 @@ class Plan:
         """Of a stage of repair."""
         usual, steps = (TRANSFER, self.transfer_steps) if stage == "transfer" else (FINETUNE, self.lora_steps)
         every = max(1, min(usual.every, steps // _LOOKS))
-        return replace(usual, steps=steps, every=every, minutes=self.minutes, seed=self.seed)
+        return replace(usual, steps=steps, every=every, minutes=self.minutes, seed=self.seed, precision=self.precision)
 
     def identity(self, text: Calibration | None) -> dict[str, Any]:
         """What must be the same for a run to go on: all that changes the weights or the figures."""

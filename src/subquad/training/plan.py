@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from subquad import checks
 from subquad.bench.measure import configured
@@ -18,8 +18,8 @@ from subquad.models.methods import from_json, to_json
 from subquad.registry import methods as all_methods
 from subquad.registry import require, resolve
 from subquad.tasks.base import Settings, Task
+from subquad.training.precision import Precision, require_precision
 
-Precision = Literal["fp32", "bf16"]
 _NEEDS = {
     "bidirectional": ["bidirectional"],
     "causal": ["is_causal", "decode"],
@@ -185,8 +185,7 @@ def check(plan: Plan, task: Task, processes: int) -> None:
             f"batch is that of all processes together and must be a multiple of their number; got {settings.batch} "
             f"and {processes} processes. Choose --batch {settings.batch + -settings.batch % processes}."
         )
-    if plan.precision not in get_args(Precision):
-        raise InputError(f"precision is {' or '.join(get_args(Precision))}; got {plan.precision!r}.")
+    require_precision(plan.precision)
     task.options(settings)
 
 

@@ -23,7 +23,8 @@ from subquad.tasks.base import Settings, Task
 from subquad.training import checkpoints
 from subquad.training.child import run_apart
 from subquad.training.data import ORDER
-from subquad.training.plan import Plan, Precision, check, chosen, differences, options_of, place
+from subquad.training.plan import Plan, check, chosen, differences, options_of, place
+from subquad.training.precision import Precision
 from subquad.training.results import FILE, UNFINISHED, Record, Results, load, save
 from subquad.training.run import LostError, process, processes, read_data, run
 from subquad.training.stop import Stop

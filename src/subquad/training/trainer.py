@@ -6,7 +6,6 @@ from a checkpoint makes the same numbers as one that was never stopped.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
@@ -34,6 +33,7 @@ from subquad.training import checkpoints
 from subquad.training.data import ORDER, Batches, loader, mixed
 from subquad.training.memory import Peak
 from subquad.training.plan import Every, Plan
+from subquad.training.precision import mixed_precision
 from subquad.training.results import Record, record_from
 
 STATE = "run.json"  # in a checkpoint, beside what `Trainer` writes
@@ -303,8 +303,7 @@ def scored(model: Any, job: Job, rows: Dataset[Row]) -> dict[str, float]:
     """The task's figures of `model` on these rows; the training's randomness is left alone."""
     was_training, plan = model.training, job.plan
     model.eval()
-    half = torch.autocast(model.device.type, torch.bfloat16) if plan.precision == "bf16" else contextlib.nullcontext()
-    with torch.random.fork_rng(), half:
+    with torch.random.fork_rng(), mixed_precision(model.device.type, plan.precision):
         figures = job.task.score(model, rows, job.splits, plan.settings)
     model.train(was_training)
     return figures

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from subquad import files
 from subquad.conversion.observe import Batch
 from subquad.errors import InputError
+from subquad.training.precision import Precision, mixed_precision, require_precision
 
 _CLIP = 1.0
 _WARMUP = 0.05  # share of the steps
@@ -38,6 +39,7 @@ class Schedule:
         patience: how many looks without a better loss end the stage.
         held_out: share of the batches that is not learnt from.
         seed: of the order of batches.
+        precision: "fp32" to compute in that of the weights, or "bf16" for autocast.
     """
 
     steps: int = 400
@@ -47,6 +49,7 @@ class Schedule:
     patience: int = 4
     held_out: float = 0.1
     seed: int = 0
+    precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
         for name in ("steps", "every", "patience"):
@@ -57,6 +60,7 @@ class Schedule:
             raise InputError(f"lr is a finite number above 0; got {self.lr!r}.")
         if not 0 <= self.held_out < 1:
             raise InputError(f"held_out is a share from 0 to below 1; got {self.held_out!r}.")
+        require_precision(self.precision)
 
 
 @dataclass
@@ -162,7 +166,7 @@ class _Run:
             group["lr"] = self.schedule.lr * _share(step, self.schedule.steps)
         self.stage.train(True)
         self.optimizer.zero_grad()
-        loss = self.stage.loss(batches[_order(step // self.count, self.count, self.schedule.seed)[step % self.count]])
+        loss = self._loss(batches[_order(step // self.count, self.count, self.schedule.seed)[step % self.count]])
         loss.backward()
         nn.utils.clip_grad_norm_(self.weights.values(), _CLIP)
         self.progress.loss = float(loss.detach())
@@ -178,10 +182,15 @@ class _Run:
     def look(self, batches: Sequence[Batch]) -> None:
         """At the held-out batches; the best weights are remembered."""
         self.stage.train(False)
-        loss = sum(float(self.stage.loss(batch)) for batch in batches) / len(batches)
+        loss = sum(float(self._loss(batch)) for batch in batches) / len(batches)
         if not self.progress.losses or loss < self.progress.best[1]:
             self.best = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.progress.losses.append((self.progress.step, loss))
+
+    def _loss(self, batch: Batch) -> Tensor:
+        device = next(iter(self.weights.values())).device
+        with mixed_precision(device.type, self.schedule.precision):
+            return self.stage.loss(batch)
 
     def why_end(self, is_late: bool) -> str:
         looks = [loss for _, loss in self.progress.losses]

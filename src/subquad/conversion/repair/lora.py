@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from subquad.conversion.observe import Batch, is_causal_lm, last_states, real_tokens
+from subquad.conversion.repair.by_rows import mean_loss
 from subquad.conversion.repair.loop import Stage
 from subquad.conversion.sites import Site, sites
 from subquad.conversion.swap import mechanisms
@@ -64,15 +65,22 @@ class Lora(Stage):
             before = self._before(batch)
             missed, had = ((x.square().sum(-1) * real).sum() for x in (after - before, before))
             return missed / had
-        head: Any = self.converted.get_output_embeddings()
-        logits = head(after[:, :-1]).float()
         known = real[:, 1:] & real[:, :-1]
+        head: Any = self.converted.get_output_embeddings()
+
+        def of_language(states: Tensor, rows: slice) -> Tensor:
+            return F.cross_entropy(head(states).float(), wanted[rows], reduction="sum")
+
+        def of_distil(states: Tensor, rows: slice) -> Tensor:
+            with torch.no_grad():
+                expected = head(wanted[rows]).float().log_softmax(-1)
+            return F.kl_div(head(states).float().log_softmax(-1), expected, reduction="sum", log_target=True)
+
         if self.kind == "language":
-            wanted = batch["input_ids"].to(after.device)[:, 1:].masked_fill(~known, -100)
-            return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
-        with torch.no_grad():
-            expected = head(self._before(batch)[:, :-1]).float().log_softmax(-1)
-        return F.kl_div(logits.log_softmax(-1), expected, reduction="none", log_target=True).sum(-1)[known].mean()
+            wanted, loss = batch["input_ids"].to(after.device)[:, 1:][known], of_language
+        else:
+            wanted, loss = self._before(batch)[:, :-1][known], of_distil
+        return mean_loss(after[:, :-1][known], head.weight.shape[0], loss)
 
     def train(self, mode: bool) -> None:
         """The mechanisms alone: dropout would be one more thing to match."""
