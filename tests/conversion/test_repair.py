@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import subquad as sq
 from subquad.conversion import Schedule, finetune, keep_softmax, transfer
-from subquad.conversion.repair import keep
+from subquad.conversion.repair import by_rows, keep
 from tests.conversion import families
 
 SHORT = Schedule(steps=12, lr=1e-2, every=4, held_out=0.2)
@@ -57,6 +58,41 @@ def test_finetuning_lowers_its_loss_and_keeps_the_names(loss, batches):
     assert progress.best[1] < progress.losses[0][1]
     assert list(converted.state_dict()) == before
     assert all(weight.requires_grad for weight in converted.parameters())
+
+
+@pytest.mark.parametrize("stage", [transfer, finetune])
+def test_mixed_precision_learns_as_much_within_rounding(stage, batches):
+    found = {}
+    for precision in ("fp32", "bf16"):
+        original, converted = pair()
+        found[precision] = stage(original, converted, batches, replace(SHORT, precision=precision)).losses
+        assert {weight.dtype for weight in converted.parameters()} == {torch.float32}
+    assert found["bf16"] != found["fp32"]
+    gained = found["fp32"][0][1] - found["fp32"][-1][1]
+    for (_, plain), (_, mixed) in zip(found["fp32"], found["bf16"], strict=True):
+        assert mixed == pytest.approx(plain, abs=0.1 * gained)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 11, 100])
+def test_the_loss_by_rows_is_the_loss_of_all_rows(rows, monkeypatch):
+    torch.manual_seed(0)
+    head, words = torch.randn(7, 13), torch.randint(13, (11,))
+    monkeypatch.setattr(by_rows, "_PIECE", 13 * rows)
+    seen = []
+
+    def loss(states, which):
+        seen.append(len(states))
+        return F.cross_entropy(states @ head, words[which], reduction="sum")
+
+    states = torch.randn(11, 7, requires_grad=True)
+    whole = F.cross_entropy(states @ head, words)
+    expected = torch.autograd.grad(3 * whole, states)[0]
+    found = by_rows.mean_loss(states, 13, loss)
+    assert max(seen) == min(rows, 11)
+    assert torch.allclose(found, whole)
+    assert torch.allclose(torch.autograd.grad(3 * found, states)[0], expected)
+    with torch.no_grad():
+        assert torch.allclose(by_rows.mean_loss(states, 13, loss), whole)
 
 
 @pytest.mark.parametrize("targets", ["attention", "all"])
@@ -167,3 +203,5 @@ def test_refusals(batches):
     assert not any("lora" in name for name in encoder.state_dict())
     with pytest.raises(sq.InputError, match="steps is a whole number"):
         Schedule(steps=0)
+    with pytest.raises(sq.InputError, match="precision is fp32 or bf16; got 'fp8'"):
+        Schedule(precision="fp8")

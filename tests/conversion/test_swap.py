@@ -29,6 +29,14 @@ def test_softmax_changes_no_output_beyond_rounding(family):
     assert (after - before).abs().max() <= 1e-5 * before.abs().max()
 
 
+def test_softmax_under_autocast_errs_no_more_than_the_original_does(family):
+    _, model, given, before = family
+    converted = sq.convert(model, "softmax", copy=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        own, after = (families.outputs(which, given).float() for which in (model, converted))
+    assert 0 < (after - before).abs().max() <= 2 * (own - before).abs().max()
+
+
 @pytest.mark.parametrize("method", ["linear", "performer", "local", "rfa", sq.Nystrom(landmarks=2)])
 def test_another_method_is_that_method_and_is_undone_bit_for_bit(family, method):
     name, model, given, before = family

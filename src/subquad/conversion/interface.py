@@ -58,6 +58,8 @@ def attend(
     elif pairs is not None:
         is_causal = False  # the mask says itself what comes after what
     pairs = _both(pairs, position_bias)
+    if pairs is not None and pairs.is_floating_point():
+        pairs = pairs.to(query.dtype)
     dropped = dropout if "dropout_p" in mechanism.config.refuses else 0.0
 
     def run(state: State | None, keep: int | None = None) -> Any:

@@ -1,7 +1,7 @@
 """A loss over a vocabulary, some tokens at a time: the logits of all tokens are never there at once.
 
-They would be by far the largest tensors of a finetuning, R tokens by V words. The gradient of each piece is taken as soon as its
-loss is known, and its logits go; what is kept is the gradient of the states alone, (R, dim).
+They would be by far the largest tensors of a finetuning, R tokens by V words. The gradient of each piece is taken as soon as
+its loss is known, and its logits go; what is kept is the gradient of the states alone, (R, dim).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def mean_loss(states: Tensor, words: int, loss: Loss) -> Tensor:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, size: int, loss: Loss) -> Tensor:
-        total, grads = states.new_zeros((), dtype=torch.float32), []
+        total = states.new_zeros((), dtype=torch.float32)
+        grads: list[Tensor] = []
         for start in range(0, len(states), size):
             rows = slice(start, start + size)
             with torch.set_grad_enabled(ctx.needs_input_grad[0]):
