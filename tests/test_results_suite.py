@@ -207,9 +207,12 @@ def timed(table, **milliseconds):
     rows = {row.label: row.cells[0] for row in table.rows()}
     first = milliseconds[next(iter(rows))]
     figures = {
-        label: {"milliseconds": own, "of_base": own / first, "of_base_80_percent": [own / first - 0.1, own / first + 0.1]}
+        label: {
+            "milliseconds": own, "of_base": own / first, "of_base_80_percent": [own / first - 0.1, own / first + 0.1],
+            "bytes": int(own * 2**20),
+        }
         for label, own in milliseconds.items()
-    }
+    }  # fmt: skip
     machine = {"processor": "P", "cores": 2, "threads": 1, "system": "S", "torch": "1", "python": "3", "commit": "abc1234"}
     saved = {label: {**rows[label].identity(), **figure} for label, figure in figures.items()}
     return {"machine": machine, "rounds": 25, "rows": saved, "left_out": {}}
@@ -225,13 +228,13 @@ def shown(table, *rows, times=None):
 def test_the_best_comes_first_with_its_cost_beside_softmax(tables):
     tables(replace(SHORT, methods=("softmax", "linear", "local")))
     [table] = cells.TABLES
-    learned = {"peak_bytes": 2**29, "test": {"accuracy": 0.75, "loss": 1.0}}
+    learned = {"test": {"accuracy": 0.75, "loss": 1.0}}
     lines = shown(table, {}, learned, times=timed(table, softmax=500.0, linear=250.0, local=400.0))
-    head = "| method | accuracy | loss | step time | of `softmax`'s time | peak memory | of `softmax`'s memory | parameters | minutes | options |"
+    head = "| method | accuracy | loss | step time | of `softmax`'s time | step memory | of `softmax`'s memory | parameters | minutes | options |"
     first = lines.index(head) + 2
     assert lines[first : first + 3] == [
-        "| `linear` | 75.0% | 1 | 250 ms | 0.50 (0.40 to 0.60) | 512 MiB | 0.50 | 1,000 | 1.5 |  |",
-        "| `softmax` | 50.0% | 1.5 | 500 ms | 1 | 1 GiB | 1.00 | 1,000 | 1.5 |  |",
+        "| `linear` | 75.0% | 1 | 250 ms | 0.50 (0.40 to 0.60) | 250 MiB | 0.50 | 1,000 | 1.5 |  |",
+        "| `softmax` | 50.0% | 1.5 | 500 ms | 1 | 500 MiB | 1.00 | 1,000 | 1.5 |  |",
         "| `local` | not run yet |  |  |  |  |  |  |  |  |",
     ]
     where = "P, 2 cores, 1 thread, S, PyTorch 1, Python 3"
@@ -252,12 +255,12 @@ def test_options_fit_the_length_and_stand_in_the_table_and_in_the_command(tables
 def test_without_times_the_page_says_how_to_measure_them(tables):
     tables(replace(SHORT, methods=("softmax", "linear")))
     [table] = cells.TABLES
-    assert "| `softmax` | 50.0% | 1.5 | - | - | 1 GiB | 1.00 | 1,000 | 1.5 |  |" in shown(table, {})
+    assert "| `softmax` | 50.0% | 1.5 | - | - | - | - | 1,000 | 1.5 |  |" in shown(table, {})
     line = "`python benchmarks/results.py --times --only short`"
     assert f"- Step times are not measured yet: {line}." in shown(table)
     before = timed(replace(table, given={**table.given, "dim": 16}), softmax=500.0, linear=250.0)
     lines = shown(table, {}, times=before)
-    assert "| `softmax` | 50.0% | 1.5 | - | - | 1 GiB | 1.00 | 1,000 | 1.5 |  |" in lines
+    assert "| `softmax` | 50.0% | 1.5 | - | - | - | - | 1,000 | 1.5 |  |" in lines
     assert f"- Some step times are of other settings, and not shown: {line}." in lines
 
 
@@ -271,7 +274,7 @@ def test_what_cannot_do_the_task_is_there_with_the_reason(tables):
 
 def test_seeds_give_a_range(tables):
     tables(replace(SHORT, seeds=(0, 1, 2), variants={"fp32": {}, "bf16": {"precision": "bf16"}}))
-    lines = shown(cells.TABLES[0], *({"test": {"accuracy": a, "loss": 1.0}, "peak_bytes": 100} for a in (0.5, 0.6, 0.7, 0.8)))
+    lines = shown(cells.TABLES[0], *({"test": {"accuracy": a, "loss": 1.0}} for a in (0.5, 0.6, 0.7, 0.8)))
     assert any(line.startswith("| `fp32` | 60.0% (50.0% to 70.0%) |") for line in lines)
     assert any(line.startswith("| `bf16` | 80.0% (80.0% to 80.0%, 1 of 3 seeds) |") for line in lines)
     assert [cell.settings.seed for cell in cells.TABLES[0].rows()[1].cells] == [0, 1, 2]
@@ -281,10 +284,11 @@ def test_a_table_that_is_not_trained_projects_the_time_of_a_step(tables):
     tables(replace(SHORT, methods=("softmax", "linear"), given={**SMALL, "steps": 3000}, is_trained=False))
     [table] = cells.TABLES
     lines = shown(table, times=timed(table, softmax=2000.0, linear=500.0))
-    assert "| method | step time | of `softmax`'s time | 3,000 steps, projected |" in lines
-    assert "| `softmax` | 2 s | 1 | 100 min |" in lines
-    assert "| `linear` | 500 ms | 0.25 (0.15 to 0.35) | 25 min |" in lines
-    assert "| `linear` | - | - | - |" in shown(table)
+    heading = "| method | step time | of `softmax`'s time | step memory | of `softmax`'s memory | 3,000 steps, projected |"
+    assert heading in lines
+    assert "| `softmax` | 2 s | 1 | 1.95 GiB | 1.00 | 100 min |" in lines
+    assert "| `linear` | 500 ms | 0.25 (0.15 to 0.35) | 500 MiB | 0.25 | 25 min |" in lines
+    assert "| `linear` | - | - | - | - | - |" in shown(table)
     assert lines[0] == "0 of 0 trainings have been run."
 
 
@@ -342,7 +346,8 @@ def test_steps_are_timed_in_turns_and_no_table_twice(tables, times_of, monkeypat
     assert code == 0
     assert set(found) == {"short"}
     rounds = [taken[i : i + 3] for i in range(0, len(taken), 3)]
-    assert len(rounds) == times.WARM + 2
+    assert len(rounds) == times.WARM + 2 + 1
+    assert rounds.pop()[0][1] == rounds[-1][0][1]  # what a step holds: one more, on the last batch
     assert all({name for name, _ in now} == {"short/softmax", "short/linear", "short/local"} for now in rounds)
     assert all(len({tuple(labels) for _, labels in now}) == 1 for now in rounds)  # the same batch
     assert len({tuple(now[0][1]) for now in rounds}) > 1  # another in the next round
@@ -355,6 +360,8 @@ def test_steps_are_timed_in_turns_and_no_table_twice(tables, times_of, monkeypat
     for row in found["short"]["rows"].values():
         low, high = row["milliseconds_80_percent"]
         assert 0 < low <= row["milliseconds"] <= high
+    held = {label: row["bytes"] for label, row in found["other"]["rows"].items()}
+    assert held["checkpointing"] < held["fp32"]
     assert found["short"]["rows"]["softmax"]["of_base"] == 1
     assert found["short"]["command"].startswith("python benchmarks/results.py --times")
     assert "- Step times: `python benchmarks/results.py --times --only other --rounds 2`" in shown
@@ -364,7 +371,7 @@ def test_steps_are_timed_in_turns_and_no_table_twice(tables, times_of, monkeypat
     taken.clear()
     tables(replace(three, given={**three.given, "dim": 16}))
     times_of()
-    assert len(taken) == 3 * (times.WARM + 2)
+    assert len(taken) == 3 * (times.WARM + 2 + 1)
 
 
 def test_a_row_that_fails_is_left_out_with_the_reason(tables, times_of, monkeypatch):

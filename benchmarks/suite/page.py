@@ -94,6 +94,8 @@ def _columns(table: Table, base: Filled) -> dict[str, Column]:
     step: dict[str, Column] = {
         "step time": lambda row: _timed(row, figures.duration),
         f"{first}'s time": lambda row: _time_ratio(row, base),
+        "step memory": lambda row: "-" if row.time is None else figures.size(row.time["bytes"]),
+        f"{first}'s memory": lambda row: _memory_ratio(row, base),
     }
     if not table.is_trained:
         steps = table.settings.steps or 0
@@ -103,8 +105,6 @@ def _columns(table: Table, base: Filled) -> dict[str, Column]:
         metric: lambda row: _scores(row, metric),
         "loss": lambda row: _scores(row, "loss"),
         **step,
-        "peak memory": lambda row: _shown(row.median("peak_bytes"), figures.size),
-        f"{first}'s memory": lambda row: _ratio(row, base, "peak_bytes"),
         "parameters": lambda row: _shown(row.median("parameters"), "{:,.0f}".format),
         "minutes": lambda row: _shown(row.median("seconds"), lambda seconds: f"{seconds / 60:.1f}"),
         **options,
@@ -140,9 +140,8 @@ def _time_ratio(row: Filled, base: Filled) -> str:
     return f"{row.time['of_base']:.2f} ({low:.2f} to {high:.2f})"
 
 
-def _ratio(row: Filled, base: Filled, name: str) -> str:
-    ours, theirs = row.median(name), base.median(name)
-    return f"{ours / theirs:.2f}" if ours and theirs else "-"
+def _memory_ratio(row: Filled, base: Filled) -> str:
+    return "-" if row.time is None or base.time is None else f"{row.time['bytes'] / base.time['bytes']:.2f}"
 
 
 def _shown(value: float | None, written: Callable[[float], str]) -> str:

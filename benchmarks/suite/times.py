@@ -1,9 +1,13 @@
-"""How long a training step takes, beside that of the table's first row: in one process, in turns, on one thread.
+"""How long a training step takes, and what it holds, beside that of the table's first row: in one process, in turns, on one
+thread.
 
 In every round each row of a table takes one step on the batch that a training would read then: forward, backward, clipping,
 optimizer, as the trainings do them. Rows are shuffled anew in each round. A row's figures are the median over rounds, and the
 median of its ratios to the first row in the same round; the intervals hold the middle 80 percent. What a training's own record
 says of its steps was measured beside other work, and compares with nothing.
+
+One more step of each, on the last batch, says what PyTorch has allocated at its peak, beyond weights and optimizer. Of that the
+memory of a whole process says little: what was freed in pieces stays with it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import torch
 
 from benchmarks.common import machine, middle, write
 from benchmarks.suite.cells import THREADS, Cell, Row, Table, made_with
+from subquad.bench.measure import peak_bytes
 from subquad.bench.results import read as read_json
 from subquad.errors import InputError
 from subquad.tasks.base import Batch, Splits, Task
@@ -74,14 +79,13 @@ class Runner:
     def __init__(self, cell: Cell, task: Task, splits: Splits, batches: Batches, folder: Path) -> None:
         self.cell, plan = cell, cell.plan
         self.seconds: list[float] = []
+        self.bytes = 0  # at the peak of a step
         self.why = ""  # it takes no more steps
         job = Job(plan, task, splits, cell.config, folder, tell=lambda record: None, is_stopping=lambda: False)
         torch.manual_seed(plan.settings.seed)
         model = task.model(cell.config, plan.settings)
         self.trainer = MethodTrainer(job, model, Record(cell.method), batches, Peak(torch.device("cpu")))
         self.trainer.current_gradient_accumulation_steps = 1
-        if plan.checkpointing:
-            model.gradient_checkpointing_enable()
         self.model, _ = self.trainer._prepare_for_training(batches.steps, self.trainer.get_train_dataloader(), None)
 
     def run(self, batch: Batch) -> None:
@@ -90,6 +94,10 @@ class Runner:
             self.seconds.append(self._step(batch))
         except Exception as error:  # a mechanism's own
             self.why = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def weigh(self, batch: Batch) -> None:
+        """One more step, for what it holds."""
+        self.bytes, _ = peak_bytes(lambda: self._step(batch), "cpu")
 
     def _step(self, batch: Batch) -> float:
         trainer = self.trainer
@@ -122,6 +130,9 @@ def measure(
             for runner in order:
                 runner.run(dict(batch))
             show(done, batches.steps)
+        for runner in runners.values():
+            if not runner.why:
+                runner.weigh(dict(batch))
         where = machine()
     base, first = next(iter(runners.items()))
     if first.why:
@@ -145,4 +156,5 @@ def _row(runner: Runner, base: Runner) -> dict[str, Any]:
         "milliseconds_80_percent": [round(1e3 * edge, 3) for edge in middle(own)],
         "of_base": round(statistics.median(ratios), 3),
         "of_base_80_percent": [round(edge, 3) for edge in middle(ratios)],
+        "bytes": runner.bytes,
     }

@@ -12,6 +12,7 @@ from subquad.models import (
     SubquadForSequenceClassification,
     SubquadForTokenClassification,
 )
+from subquad.training.trainer import recompute
 from tests.models.small import CROSS, DECODABLE, METHODS, config, every, tokens
 
 BIDIRECTIONAL = [method for method in METHODS if not sq.why_not(method, bidirectional=True)]
@@ -101,7 +102,7 @@ def loss_and_gradients(model, batch):
 def test_gradient_checkpointing_changes_nothing(method, use_reentrant):
     model_class = SubquadForCausalLM if method in DECODABLE else SubquadForMaskedLM
     plain, thrifty = (built(model_class, method, dtype=torch.float64, dropout=0.2).train() for _ in range(2))
-    thrifty.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    recompute(thrifty, use_reentrant=use_reentrant)
     results = []
     for model in (plain, thrifty):
         torch.manual_seed(7)
@@ -116,7 +117,7 @@ def test_gradient_checkpointing_changes_nothing(method, use_reentrant):
 
 def test_gradient_checkpointing_of_an_encoder_decoder():
     plain, thrifty = (built(SubquadForConditionalGeneration, "linear", dtype=torch.float64).train() for _ in range(2))
-    thrifty.gradient_checkpointing_enable()
+    recompute(thrifty)
     loss, gradients = loss_and_gradients(plain, batch_for(plain))
     other_loss, other_gradients = loss_and_gradients(thrifty, batch_for(thrifty))
     assert torch.equal(loss, other_loss)

@@ -201,7 +201,7 @@ class SubquadModel(SubquadPreTrainedModel):
             )
         if not use_cache:
             return None
-        if self.training and self.is_gradient_checkpointing:
+        if self.training and any(layer.gradient_checkpointing for layer in self.layers):
             raise InputError(
                 "gradient checkpointing computes states twice, so it has no cache; pass use_cache=False, or eval()."
             )

@@ -71,6 +71,12 @@ class Memory:
     times: list[float] = field(default_factory=list)
 
 
+def recompute(model: PreTrainedModel, **options: Any) -> None:
+    """Keep of each block what it read, and compute the rest again for the gradients. transformers has renamed the call."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options or None)
+
+
 def arguments(plan: Plan, folder: Path, steps: int, processes: int) -> TrainingArguments:
     """What `Trainer` is told; when to log, evaluate and save is not its to decide."""
     settings = plan.settings
@@ -84,7 +90,6 @@ def arguments(plan: Plan, folder: Path, steps: int, processes: int) -> TrainingA
         weight_decay=settings.weight_decay,
         max_grad_norm=_CLIP,
         bf16=plan.precision == "bf16",
-        gradient_checkpointing=plan.checkpointing,
         use_cpu=not torch.accelerator.is_available(),
         seed=settings.seed,
         eval_strategy="no",
@@ -109,6 +114,8 @@ class MethodTrainer(Trainer):
         self.step_loss = self.step_norm = torch.tensor(math.nan)
         self._target = job.folder
         self.begun, self.before = time.monotonic(), record.seconds
+        if job.plan.checkpointing:
+            recompute(model)
         super().__init__(model, arguments(job.plan, job.folder, batches.steps, record.processes), callbacks=[_Watch(self)])
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False  # `compute_loss` itself weighs by labels
