@@ -340,7 +340,8 @@ def test_steps_are_timed_in_turns_and_no_table_twice(tables, times_of, monkeypat
 
     monkeypatch.setattr(times.Runner, "_step", step)
     three = replace(SHORT, methods=("softmax", "linear", "local"))
-    other = replace(SHORT, name="other", methods=("linear",), variants=VARIANTS)
+    deep = {**SHORT.given, "layers": 4, "dim": 16, "batch": 64}
+    other = replace(SHORT, name="other", methods=("linear",), variants=VARIANTS, given=deep)
     tables(three, other)
     code, printed, found, shown = times_of("--only", "short")
     assert code == 0
@@ -361,7 +362,7 @@ def test_steps_are_timed_in_turns_and_no_table_twice(tables, times_of, monkeypat
         low, high = row["milliseconds_80_percent"]
         assert 0 < low <= row["milliseconds"] <= high
     held = {label: row["bytes"] for label, row in found["other"]["rows"].items()}
-    assert held["checkpointing"] < held["fp32"]
+    assert held["checkpointing"] < held["bf16"] < held["fp32"]
     assert found["short"]["rows"]["softmax"]["of_base"] == 1
     assert found["short"]["command"].startswith("python benchmarks/results.py --times")
     assert "- Step times: `python benchmarks/results.py --times --only other --rounds 2`" in shown
