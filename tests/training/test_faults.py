@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 import subquad as sq
 from subquad.training import checkpoints, load, train
+from subquad.training.stop import Stop
 from tests.training.fake import SETTINGS, Fake, FakeText
 from tests.training.weights import equal, last, stop_after, weights
 
@@ -295,3 +296,16 @@ def test_what_a_model_refuses_stands_in_the_table(run):
 
     record = run(task=Picky()).records[0]
     assert (record.status, record.why) == ("refused", "linear cannot do this: pads")
+
+
+def test_a_process_that_has_lost_the_others_lives_to_say_so():
+    """Its launcher sends SIGTERM at any moment, also after the run."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with Stop() as stop:
+            stop.stay()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

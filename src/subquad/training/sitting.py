@@ -127,13 +127,15 @@ def _shared(
             sitting = _Sitting(results, configs, out, watch, is_writer=process() == 0)
             work = _here(plan, task, stop)
             for config in sitting.due():
-                sitting.do(work, config)
+                try:
+                    sitting.do(work, config)
+                except LostError:
+                    lost = True
+                    stop.stay()
+                    raise
                 if sitting.is_stopped:
                     raise KeyboardInterrupt
             return results
-    except LostError:
-        lost = True
-        raise
     finally:
         if not lost:  # those who are gone cannot be said goodbye to
             state.destroy_process_group()

@@ -28,6 +28,10 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def stay(self) -> None:
+        """Go on hearing signals after the exit, for what is still to be said: a launcher ends all when one is lost."""
+        self._before.clear()
+
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self.is_asked:
             raise KeyboardInterrupt
