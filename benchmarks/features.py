@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for features in track(numbers(options.features), description=f"divided by {divisor}", console=Console(stderr=True)):
             found = [_error(smaller, sq.Performer(features=features, seed=draw)) for draw in range(options.draws)]
             errors = [round(error, 5) for error in found]
-            rows.append({"divided_by": divisor, "size": round(size, 3), "features": features, "errors": errors})
+            rows.append({"divided_by": divisor, "size": float(f"{size:.4g}"), "features": features, "errors": errors})
     asked = ["--data", "DIR", "--features", options.features, "--divided", options.divided, "--draws", str(options.draws)]
     about = {"command": command(__file__, asked), "machine": machine()}
     write(options.out, {**about, "sentences": SENTENCES, "rows": rows})

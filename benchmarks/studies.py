@@ -141,7 +141,7 @@ STUDIES = {
             finetune=Finetune(schedule=Schedule(steps=500, lr=5e-4, every=100, held_out=0.02), loss="distil"),
             harder={
                 "hedgehog": Finetune(
-                    schedule=Schedule(steps=3000, lr=5e-4, every=250, held_out=0.02, precision="bf16"),
+                    schedule=Schedule(steps=3000, lr=2e-4, every=250, held_out=0.02, precision="bf16"),
                     loss="distil",
                     rank=64,
                     targets="all",

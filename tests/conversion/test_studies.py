@@ -112,12 +112,19 @@ def test_the_error_of_random_features_falls(monkeypatch, tmp_path):
     monkeypatch.setattr(pretrained, "minilm", lambda: Pretrained(families.model("bert").eval(), None))
     monkeypatch.setattr(pretrained, "sentences", lambda tokenizer, data: batches)
     out = tmp_path / "features.json"
-    features.main(["--data", str(tmp_path), "--features", "8,512", "--draws", "2", "--out", str(out)])
+    asked = ["--features", "8,512", "--divided", "1,8", "--draws", "2"]
+    features.main(["--data", str(tmp_path), *asked, "--out", str(out)])
     found = json.loads(out.read_text())
-    few, many = (row["errors"] for row in found["rows"])
-    assert max(many) < min(few)
-    [line] = [line for line in features.section(found).splitlines() if line.startswith("| 512 |")]
-    assert -1 < float(line.split("|")[-2]) < -0.2
+    whole, smaller = (found["rows"][:2], found["rows"][2:])
+    for few, many in (whole, smaller):
+        assert max(many["errors"]) < min(few["errors"])
+    assert smaller[0]["size"] == pytest.approx(whole[0]["size"] / 64, rel=1e-2)
+    assert max(smaller[0]["errors"]) < min(whole[0]["errors"])
+    lines = features.section(found).splitlines()
+    assert any(line.startswith("Queries and keys divided by 8, the median") for line in lines)
+    slopes = [float(line.split("|")[-2]) for line in lines if line.startswith("| 512 |")]
+    assert len(slopes) == 2
+    assert all(-1 < slope < -0.2 for slope in slopes)
 
 
 def test_bytes_and_speed_at_the_end_of_a_text(monkeypatch, tmp_path, model):
