@@ -65,6 +65,24 @@ def whole(llama, text, tmp_path_factory):
     return run(plan(llama, text, repair=("transfer", "lora"), keep=1), out), out
 
 
+def test_the_learning_rate_falls_with_the_rank(llama, text):
+    rates = {rank: plan(llama, text, rank=rank).schedule("lora").lr for rank in (2, 8, 16, 64)}
+    assert rates == {2: 1e-3, 8: 1e-3, 16: 5e-4, 64: 1.25e-4}
+    assert plan(llama, text, rank=64).schedule("transfer").lr == 1e-2
+
+
+def test_the_precision_of_a_repair_is_that_of_its_stages(llama, text, whole, tmp_path):
+    results = run(plan(llama, text, repair=("transfer", "lora"), keep=1, precision="bf16"), tmp_path / "out")
+    plain, _ = whole
+    assert results.settings["precision"] == "bf16"
+    for stage, progress in results.stages.items():
+        assert progress.losses != plain.stages[stage].losses
+        assert progress.losses[0][1] == pytest.approx(plain.stages[stage].losses[0][1], rel=0.05)
+    refused = invoke(llama, *METHOD, "--precision", "fp8", "--out", tmp_path / "other")
+    assert "precision is fp32 or bf16; got 'fp8'" in str(refused.exception)
+    assert not (tmp_path / "other").exists()
+
+
 def test_every_part_is_measured_and_written(whole, text):
     results, out = whole
     assert list(results.diagnoses) == ["naive swap", "keep", "transfer", "lora"]

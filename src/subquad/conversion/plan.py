@@ -17,6 +17,7 @@ from subquad.registry import resolve
 from subquad.training.precision import Precision, require_precision
 
 STAGES = ("transfer", "lora")
+_RANK = 8  # up to which the usual learning rate is that of low-rank finetuning
 _LOOKS = 6  # at held-out batches in a stage, at least
 
 
@@ -54,7 +55,7 @@ class Plan:
     lora_steps: int = FINETUNE.steps
     minutes: float | None = None
     loss: str | None = None
-    rank: int = 8
+    rank: int = _RANK
     targets: str = "attention"
     precision: Precision = "fp32"
     dtype: str = "float32"
@@ -84,7 +85,9 @@ class Plan:
         """Of a stage of repair."""
         usual, steps = (TRANSFER, self.transfer_steps) if stage == "transfer" else (FINETUNE, self.lora_steps)
         every = max(1, min(usual.every, steps // _LOOKS))
-        return replace(usual, steps=steps, every=every, minutes=self.minutes, seed=self.seed, precision=self.precision)
+        # A change is a sum over ranks, so a step of it grows with their number.
+        lr = usual.lr * (1.0 if stage == "transfer" else min(1.0, _RANK / self.rank))
+        return replace(usual, steps=steps, lr=lr, every=every, minutes=self.minutes, seed=self.seed, precision=self.precision)
 
     def identity(self, text: Calibration | None) -> dict[str, Any]:
         """What must be the same for a run to go on: all that changes the weights or the figures."""
