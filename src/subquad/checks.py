@@ -238,6 +238,12 @@ def rotary(base: float | None, head_dim: int) -> None:
         raise InputError(f"rotary positions turn pairs of channels, so head_dim must be even; got {head_dim}.")
 
 
+def seed(value: int) -> None:
+    """That random numbers can be drawn from it, alone and mixed with a step."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise InputError(f"seed is a whole number from 0 to 2^31 - 1; got {value!r}.")
+
+
 def sizes(**named: int) -> None:
     for name, size in named.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

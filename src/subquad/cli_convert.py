@@ -36,6 +36,10 @@ def convert(
     repair: Annotated[str, typer.Option(help="Stages of repair: transfer, lora, or transfer,lora.")] = "",
     transfer_steps: Annotated[int, typer.Option(help="Steps of attention transfer, at most.")] = 300,
     lora_steps: Annotated[int, typer.Option(help="Steps of low-rank finetuning, at most.")] = 300,
+    transfer_lr: Annotated[float | None, typer.Option(help="Learning rate of attention transfer; by default 0.01.")] = None,
+    lora_lr: Annotated[
+        float | None, typer.Option(help="Learning rate of low-rank finetuning; by default 0.001, less beyond a rank of 8.")
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of each stage, at most.")] = None,
     loss: Annotated[str | None, typer.Option(help="Of low-rank finetuning: language, distil or embedding.")] = None,
     rank: Annotated[int, typer.Option(help="Of low-rank finetuning.")] = 8,
@@ -72,7 +76,7 @@ def convert(
         keep_softmax=_numbers("--keep-softmax", keep_softmax), cross=cross, beyond_context=beyond_context,
         text=tuple(text or ()), length=length, batch=batch, tokens=tokens,
         repair=tuple(stage.strip() for stage in repair.split(",") if stage.strip()), keep=keep, transfer_steps=transfer_steps,
-        lora_steps=lora_steps, minutes=minutes, loss=loss, rank=rank, targets=targets,
+        lora_steps=lora_steps, transfer_lr=transfer_lr, lora_lr=lora_lr, minutes=minutes, loss=loss, rank=rank, targets=targets,
         precision=precision,  # type: ignore[arg-type]
         dtype=dtype, seed=seed, threads=threads,
     )  # fmt: skip

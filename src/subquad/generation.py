@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation.streamers import BaseStreamer
 
+from subquad import checks
 from subquad.conversion import record
-from subquad.conversion.opening import context_of, open_config, open_model, open_tokenizer
+from subquad.conversion.opening import class_of, context_of, open_config, open_model, open_tokenizer
 from subquad.errors import InputError
 from subquad.models import SubquadCache
 from subquad.tasks.language import BYTES, byte_ids
@@ -64,6 +65,7 @@ class Writer:
     def open(cls, place: str, *, is_bytes: bool = False, dtype: str = "float32") -> Writer:
         """From a folder or a hub name; `is_bytes` says that tokens are bytes, where its config does not."""
         config = open_config(place)
+        _require_head(class_of(config))
         is_bytes = is_bytes or getattr(config, "tokenizer_class", None) == BYTES
         if is_bytes and config.vocab_size > VALUES:
             raise InputError(f"a byte has {VALUES} values; got a model of {config.vocab_size:,} tokens. Leave --bytes out.")
@@ -72,8 +74,7 @@ class Writer:
         except InputError as error:
             raise InputError(f"{error} If the model's tokens are bytes, say --bytes.") from error
         model = open_model(place, config, dtype=dtype)
-        if not model.can_generate():
-            raise InputError(f"{type(model).__name__} has no head that writes text. Pass a language model.")
+        _require_head(type(model))
         return cls(model, tokenizer)
 
     def write(
@@ -98,6 +99,7 @@ class Writer:
             is_stopping: asked after each token.
         """
         choice = _choice(temperature, top_p)
+        checks.seed(seed)
         given = self.tokenizer(prompt, return_tensors="pt")
         read = given["input_ids"].shape[1]
         if not read:
@@ -155,6 +157,12 @@ def state_bytes(cache: Any) -> int | None:
         return None
     parts = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
+
+def _require_head(kind: Any) -> None:
+    """That models of this class write text; an Auto class cannot tell before there is a model."""
+    if issubclass(kind, PreTrainedModel) and not kind.can_generate():
+        raise InputError(f"{kind.__name__} has no head that writes text. Pass a language model.")
 
 
 def _choice(temperature: float | None, top_p: float | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import lzma
 import shlex
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -69,6 +70,8 @@ def test_the_learning_rate_falls_with_the_rank(llama, text):
     rates = {rank: plan(llama, text, rank=rank).schedule("lora").lr for rank in (2, 8, 16, 64)}
     assert rates == {2: 1e-3, 8: 1e-3, 16: 5e-4, 64: 1.25e-4}
     assert plan(llama, text, rank=64).schedule("transfer").lr == 1e-2
+    given = plan(llama, text, rank=64, transfer_lr=0.5, lora_lr=0.25)
+    assert [given.schedule(stage).lr for stage in ("transfer", "lora")] == [0.5, 0.25]
 
 
 def test_the_precision_of_a_repair_is_that_of_its_stages(llama, text, whole, tmp_path):
@@ -316,6 +319,9 @@ def places(llama, text, tmp_path):
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({**config, **more}))
+    shutil.copytree(llama, tmp_path / "holed")
+    kept = {name: weight for name, weight in load_file(llama / "model.safetensors").items() if "layers.1." not in name}
+    save_file(kept, tmp_path / "holed" / "model.safetensors", {"format": "pt"})
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "few.txt").write_text("not enough to learn from " * 8)
     (tmp_path / "damaged.txt.xz").write_bytes(b"nothing")
@@ -347,10 +353,16 @@ def places(llama, text, tmp_path):
         ("LLAMA --method linear --text HERE/none.txt", "there is no file HERE/none.txt"),
         ("LLAMA --method linear --resume --fresh", "--resume goes on, and --fresh starts over; got both"),
         ("LLAMA --method linear --text HERE/damaged.txt.xz", "damaged.txt.xz cannot be read"),
-        ("LLAMA --method linear --text HERE/bytes.txt", "bytes.txt cannot be read"),
+        ("LLAMA --method linear --text HERE/bytes.txt", "calibration text is UTF-8; got HERE/bytes.txt"),
+        ("LLAMA --method linear --text HERE", "calibration text is a file, plain or .xz or .gz; got the folder HERE"),
+        ("HERE/holed --method linear", "the weights in HERE/holed are not those of LlamaForCausalLM"),
+        ("LLAMA --method linear --text TEXT --repair lora --dtype float16", "float32, bfloat16 or float64; got float16"),
+        ("LLAMA --method linear --seed 99999999999999999999", "seed is a whole number from 0 to 2^31 - 1; got 9999"),
+        ("LLAMA --method linear --text TEXT --repair lora --lora-lr 0", "lr is a finite number above 0; got 0.0"),
+        ("LLAMA --method hybrid --text TEXT --repair transfer --transfer-lr nan", "lr is a finite number above 0; got nan"),
         ("LLAMA --method linear --text TEXT --length 100", f"as many as the model was made for, {CONTEXT}; got 100"),
         ("LLAMA --method linear --text TEXT --repair lora,transfer", "any of them, once, in that order; got lora, transfer"),
-        ("LLAMA --method performer --text TEXT --repair transfer", "performer learns nothing"),
+        ("LLAMA --method performer --text TEXT --repair transfer", "performer learns nothing. Leave transfer out"),
         ("LLAMA --method linear --text TEXT --repair lora --loss other", "one of language, distil, embedding; got 'other'"),
         ("LLAMA --method linear --text TEXT --repair lora --lora-steps 0", "steps is a whole number of at least 1"),
         ("LLAMA --method linear --text TEXT --repair lora --minutes 0", "minutes are above 0"),
@@ -388,7 +400,7 @@ def test_what_cannot_be_converted(whole, llama, text, tmp_path):
 def test_a_name_that_the_hub_does_not_give(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     done = invoke("nobody/no-such-model", "--method", "linear", "--out", tmp_path / "out")
-    assert str(done.exception).startswith("nobody/no-such-model does not hold a Hugging Face model: ")
+    assert str(done.exception).startswith("there is no folder nobody/no-such-model here, and as a name on the hub ")
     assert not (tmp_path / "out").exists()
 
 

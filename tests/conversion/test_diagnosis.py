@@ -81,3 +81,5 @@ def test_it_is_refused_what_no_model_reads(batches):
     original = families.model("llama")
     with pytest.raises(sq.InputError, match="batches are inputs of the model"):
         sq.diagnose(original, sq.convert(original, "linear", copy=True), batches)
+    with pytest.raises(sq.InputError, match="got an empty one"):
+        sq.diagnose(original, converted, [{}])

@@ -281,6 +281,8 @@ def test_methods_that_cannot_be_trained_are_refused(run):
         run("local", sq.Local(window=2))
     with pytest.raises(sq.InputError, match="precision is fp32 or bf16; got 'fp8'"):
         run(precision="fp8")
+    with pytest.raises(sq.InputError, match="seed is a whole number from 0"):
+        run(settings=replace(SETTINGS, seed=2**40))
 
 
 def test_a_batch_is_shared_evenly(run, monkeypatch):

@@ -123,10 +123,9 @@ def diagnose(
 def require_tokens(batches: Sequence[Batch], least: int = LEAST) -> None:
     """That there is enough to judge by, or to learn from."""
     for batch in batches:
-        if not isinstance(batch, Mapping) or not all(isinstance(value, Tensor) for value in batch.values()):
-            raise InputError(
-                f'batches are inputs of the model, such as [{{"input_ids": …}}, …]; got one that is {type(batch).__name__}.'
-            )
+        if not isinstance(batch, Mapping) or not batch or not all(isinstance(value, Tensor) for value in batch.values()):
+            came = "an empty one" if isinstance(batch, Mapping) and not batch else f"one that is {type(batch).__name__}"
+            raise InputError(f'batches are inputs of the model, such as [{{"input_ids": …}}, …]; got {came}.')
     found = sum(tokens_of(batch) for batch in batches)
     if found < least:
         raise InputError(

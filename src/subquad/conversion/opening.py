@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from subquad import models
 from subquad.conversion import record
 from subquad.errors import InputError, UnsupportedError
+from subquad.models import loading
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -22,20 +23,27 @@ def open_config(place: str, gguf: str | None = None) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(place, **_gguf(gguf))
     except Exception as error:  # no network, no such name, no JSON, no model: whatever it is, the advice is the same
-        raise InputError(f"{place} does not hold a Hugging Face model: {_said(error)} {_ADVICE}") from error
+        here = "" if Path(place).expanduser().exists() else f"there is no folder {place} here, and as a name on the hub "
+        raise InputError(f"{here}{place} does not hold a Hugging Face model: {_said(error)} {_ADVICE}") from error
 
 
 def open_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None, dtype: str = "float32") -> PreTrainedModel:
     """The model of the class that saved it, in evaluation."""
     if dtype not in DTYPES:
         raise InputError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}.")
-    kind = _class_of(config, gguf)
+    kind = class_of(config, gguf)
     try:
-        model = kind.from_pretrained(place, dtype=DTYPES[dtype], **_gguf(gguf), **_unpacked(gguf))
+        model, info = kind.from_pretrained(
+            place, dtype=DTYPES[dtype], output_loading_info=True, **_gguf(gguf), **_unpacked(gguf)
+        )
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"the model in {place} does not load: {_said(error)}") from error
+    missing = {"missing": loading.misfits(info)["missing"]}  # what is left over, such as another head, is no harm
+    loading.refuse(
+        missing, type(model).__name__, place, "Weights that are not there would begin at random. Get the model again."
+    )
     return model.eval()
 
 
@@ -85,7 +93,8 @@ def _require_there(place: str, gguf: str | None) -> None:
         raise InputError(f"there is no folder {place}. {_ADVICE}")
 
 
-def _class_of(config: PreTrainedConfig, gguf: str | None) -> Any:
+def class_of(config: PreTrainedConfig, gguf: str | None = None) -> Any:
+    """The class that a model was saved as; an Auto class where its config does not say."""
     for name in config.architectures or ():
         for module in (transformers, models):
             if (found := getattr(module, name, None)) is not None:

@@ -33,6 +33,7 @@ class Plan:
         length, batch, tokens: of the text, see `calibration`.
         repair: stages, in the order of `STAGES`.
         keep: how many layers a search puts back to softmax before the repair.
+        transfer_lr, lora_lr: learning rates at their highest; by default the usual ones.
         minutes: of each stage, at most.
         loss, rank, targets: of the low-rank finetuning.
         precision: of the stages' own computing, see `Schedule`; `dtype` is that of the weights.
@@ -53,6 +54,8 @@ class Plan:
     keep: int = 0
     transfer_steps: int = TRANSFER.steps
     lora_steps: int = FINETUNE.steps
+    transfer_lr: float | None = None
+    lora_lr: float | None = None
     minutes: float | None = None
     loss: str | None = None
     rank: int = _RANK
@@ -76,18 +79,33 @@ class Plan:
             )
         if self.minutes is not None and not self.minutes > 0:
             raise InputError(f"minutes are above 0; got {self.minutes:g}.")
+        checks.seed(self.seed)
         for stage in self.repair:
             self.schedule(stage)
+        if self.repair and self.dtype == "float16":
+            raise InputError(
+                "a repair learns weights in float32, bfloat16 or float64; got float16, whose gradients leave its range. Repair "
+                "with --dtype float32, and save the result in float16 afterwards."
+            )
         if (self.repair or self.keep) and not self.text:
             raise InputError("a repair and a keep search learn from calibration text; got none. Pass --text FILE.")
 
     def schedule(self, stage: str) -> Schedule:
         """Of a stage of repair."""
-        usual, steps = (TRANSFER, self.transfer_steps) if stage == "transfer" else (FINETUNE, self.lora_steps)
+        if stage == "transfer":
+            usual, steps, lr, rate = TRANSFER, self.transfer_steps, self.transfer_lr, TRANSFER.lr
+        else:  # a change is a sum over ranks, so a step of it grows with their number
+            usual, steps, lr, rate = FINETUNE, self.lora_steps, self.lora_lr, FINETUNE.lr * min(1.0, _RANK / self.rank)
         every = max(1, min(usual.every, steps // _LOOKS))
-        # A change is a sum over ranks, so a step of it grows with their number.
-        lr = usual.lr * (1.0 if stage == "transfer" else min(1.0, _RANK / self.rank))
-        return replace(usual, steps=steps, lr=lr, every=every, minutes=self.minutes, seed=self.seed, precision=self.precision)
+        return replace(
+            usual,
+            steps=steps,
+            lr=rate if lr is None else lr,
+            every=every,
+            minutes=self.minutes,
+            seed=self.seed,
+            precision=self.precision,
+        )
 
     def identity(self, text: Calibration | None) -> dict[str, Any]:
         """What must be the same for a run to go on: all that changes the weights or the figures."""

@@ -181,7 +181,7 @@ def _chosen(found: list[Site], layers: Layers, keep_softmax: Sequence[int], self
     if not chosen:
         raise InputError(
             f"nothing is left to convert: layers={layers!r}, keep_softmax={list(keep_softmax)!r} of layers "
-            f"{known[0]} to {known[-1]}. Keep fewer of them."
+            f"{known[0]} to {known[-1]}. Name layers that are there, and keep fewer of them."
         )
     return chosen
 

@@ -22,7 +22,7 @@ from subquad.conversion.diagnosis import LEAST, tokens_of
 from subquad.conversion.observe import is_causal_lm
 from subquad.conversion.opening import context_of
 from subquad.errors import InputError
-from subquad.tasks.source import damaged, read
+from subquad.tasks.source import read
 
 LENGTH = 256  # tokens of a sequence, unless the model was made for fewer
 _SHARE, _FEW = 0.1, 4  # of the sequences that judge, and how many there are at least
@@ -101,10 +101,12 @@ def _length(model: PreTrainedModel, tokenizer: Any, asked: int | None, is_beyond
 def _pieces(files: Sequence[Path]) -> Iterator[str]:
     """The texts one after the other, in parts that end where lines do."""
     for path in files:
+        if path.is_dir():
+            raise InputError(f"calibration text is a file, plain or .xz or .gz; got the folder {path}. Pass a file in it.")
         try:
             text = read(path).decode()
         except UnicodeDecodeError as error:
-            raise damaged(path, error) from error
+            raise InputError(f"calibration text is UTF-8; got {path}, with {error}. Save it as UTF-8.") from error
         while text:
             end = text.find("\n", _PIECE) + 1 or len(text)
             yield text[:end]

@@ -139,7 +139,10 @@ def chosen(task: Task, methods: Sequence[str | Config], settings: Settings) -> t
     for method in methods:
         config = resolve(method) if isinstance(method, Config) else configured(resolve(method).info.name, settings.length)
         if config.info.name in found:
-            raise InputError(f"each method is trained once in a run; got {config.info.name!r} twice. Use another --out.")
+            raise InputError(
+                f"each method is trained once in a run; got {config.info.name!r} twice. Name it once, and train it with other "
+                "options in another --out."
+            )
         require(config, needs)
         found[config.info.name] = config
     return found, {}
@@ -186,6 +189,7 @@ def check(plan: Plan, task: Task, processes: int) -> None:
             f"and {processes} processes. Choose --batch {settings.batch + -settings.batch % processes}."
         )
     require_precision(plan.precision)
+    checks.seed(settings.seed)
     task.options(settings)
 
 

@@ -34,7 +34,10 @@ class Transfer(Stage):
         self.mechanisms = {name: m for name, m in mechanisms(converted).items() if next(m.parameters(), None) is not None}
         if not self.mechanisms:
             names = ", ".join(sorted({m.config.info.name for m in mechanisms(converted).values()}))
-            raise UnsupportedError(f"attention transfer trains what a mechanism has learnt, and {names} learns nothing.")
+            raise UnsupportedError(
+                f"attention transfer trains what a mechanism learns, and {names} learns nothing. Leave transfer out: low-rank "
+                "finetuning (lora) changes the weights around it."
+            )
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {f"{site}.{name}": p for site, m in self.mechanisms.items() for name, p in m.named_parameters()}

@@ -172,8 +172,8 @@ class _Run:
         self.progress.loss = float(loss.detach())
         if not math.isfinite(self.progress.loss):
             raise InputError(
-                f"{self.stage.name}: the loss is {self.progress.loss} at step {step + 1}; lower the learning rate than "
-                f"{self.schedule.lr:g}. What was learnt before is in the last checkpoint."
+                f"{self.stage.name}: the loss is {self.progress.loss} at step {step + 1}; choose a lower learning rate "
+                f"than {self.schedule.lr:g}."
             )
         self.optimizer.step()
         self.progress.step += 1
