@@ -147,7 +147,7 @@ def section(results: dict[str, Any]) -> str:
 def _table(study: Study, part: dict[str, Any]) -> str:
     rows = [part["rows"][name] for name in study.rows if name in part["rows"]]
     headings = [f"{study.metrics[metric]}, {when}" for metric in part["original"] for when in STAGES.values()]
-    lines = [["its own attention", *(word for score in part["original"].values() for word in (f"{score:.3f}", "", "")), "", ""]]
+    lines = [["its own attention", *(word for score in part["original"].values() for word in (f"{score:.4g}", "", "")), "", ""]]
     for row in rows:
         scores = [_score(row["stages"].get(stage), metric) for metric in part["original"] for stage in STAGES]
         seconds = sum(stage.get("seconds", 0) for stage in row["stages"].values())
@@ -167,7 +167,7 @@ def _called(method: dict[str, Any]) -> str:
 
 
 def _score(stage: dict[str, Any] | None, metric: str) -> str:
-    return "" if stage is None else f"{stage['scores'][metric]:.3f}"
+    return "" if stage is None else f"{stage['scores'][metric]:.4g}"
 
 
 def _damage(stages: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks import converting, engines, features, peers, roofline, steps
+from benchmarks import converting, engines, features, peers, roofline, serving, steps
 from benchmarks.suite import page, times
 from subquad import files
 
@@ -26,7 +26,7 @@ PERFORMANCE, RESULTS, CONVERTING = (ROOT / "docs" / f"{name}.md" for name in ("p
 TIMES = times.beside(ROOT / "benchmarks" / "results.json")
 SECTIONS: dict[Path, Sections] = {
     PERFORMANCE: {"peers": peers.section, "roofline": roofline.section, "growth": engines.section, "steps": steps.section},
-    CONVERTING: {"converting": converting.section, "features": features.section},
+    CONVERTING: {"converting": converting.section, "serving": serving.section, "features": features.section},
     RESULTS: {"results": lambda found: page.section(found, times.read(TIMES))},
 }
 
