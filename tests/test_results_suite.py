@@ -235,7 +235,7 @@ def test_the_best_comes_first_with_its_cost_beside_softmax(tables):
     assert lines[first : first + 3] == [
         "| `linear` | 75.0% | 1 | 250 ms | 0.50 (0.40 to 0.60) | 250 MiB | 0.50 | 1,000 | 1.5 |  |",
         "| `softmax` | 50.0% | 1.5 | 500 ms | 1 | 500 MiB | 1.00 | 1,000 | 1.5 |  |",
-        "| `local` | not run yet |  |  |  |  |  |  |  |  |",
+        "| `local` | not run yet |  | 400 ms | 0.80 (0.70 to 0.90) | 400 MiB | 0.80 |  |  |  |",
     ]
     where = "P, 2 cores, 1 thread, S, PyTorch 1, Python 3"
     assert f"- Trained on: {where}; 2 trainings side by side; commit abc1234." in lines

@@ -64,12 +64,18 @@ def _table(table: Table, saved: dict[str, Saved], timed: Timed | None) -> str:
     columns = _columns(table, rows[0])
     with_figures = _ordered(table, rows)
     shown = [[f"`{row.row.label}`", *(column(row) for column in columns.values())] for row in with_figures]
+    shown += [_without_scores(row, columns) for row in rows if row not in with_figures]
     empty = [""] * (len(columns) - 1)
-    without = {row.row.label: row.why for row in rows if row not in with_figures}
-    without |= {method: f"no: {why}" for method, why in table.refused().items()}
-    shown += [[f"`{label}`", _escaped(why), *empty] for label, why in without.items()]
+    shown += [[f"`{method}`", f"no: {_escaped(why)}", *empty] for method, why in table.refused().items()]
     lines = [f"## {table.title}", "", table.about, "", *markdown(["run" if table.variants else "method", *columns], shown)]
     return "\n".join([*lines, "", *_under(table, [record for row in rows for record in row.done], timed)])
+
+
+def _without_scores(row: Filled, columns: dict[str, Column]) -> list[str]:
+    """Why there are none, and its steps where they were measured."""
+    _, *others = columns.items()
+    steps = [column(row) if row.time is not None and name.startswith(("step", "of ")) else "" for name, column in others]
+    return [f"`{row.row.label}`", _escaped(row.why), *steps]
 
 
 def _filled(row: Row, saved: dict[str, Saved], timed: Timed | None) -> Filled:
