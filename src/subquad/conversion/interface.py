@@ -122,7 +122,7 @@ def _cast(*tensors: Tensor) -> Iterable[Tensor]:
     kind = tensors[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
-    return (x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+    return (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 def _seen(query: Tensor, key: Tensor) -> Tensor:
