@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from subquad.models.methods import to_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks.common import command, machine, markdown, on, write
-from benchmarks.pretrained import Batch, Pretrained
+from benchmarks.pretrained import Pretrained
 from benchmarks.studies import STUDIES, Study
 
 OUT = Path(__file__).with_suffix(".json")
@@ -65,10 +64,9 @@ def run(study: Study, options: argparse.Namespace) -> None:
         return
     read = study.load(options.data)
     before = study.score(read, options.data)
-    batches = study.text(read, options.data)
     for row in missing:
         console.print(f"{study.name}, {row}")
-        found = Measured(study, row, read, batches, options, console).run()
+        found = Measured(study, row, read, options, console).run()
         models = _models(options.out)
         part = models.setdefault(study.name, {"original": before, "rows": {}})
         part["rows"][row] = {**found, **_settings(study, row), "command": line, "machine": machine()}
@@ -78,11 +76,10 @@ def run(study: Study, options: argparse.Namespace) -> None:
 class Measured:
     """One row: a converted model, and what is found of it at each stage."""
 
-    def __init__(
-        self, study: Study, row: str, read: Pretrained, batches: list[Batch], options: argparse.Namespace, console: Console
-    ) -> None:
-        self.study, self.row, self.read, self.batches, self.console = study, row, read, batches, console
+    def __init__(self, study: Study, row: str, read: Pretrained, options: argparse.Namespace, console: Console) -> None:
+        self.study, self.row, self.read, self.console = study, row, read, console
         self.data, self.folder = options.data, options.checkpoints / study.name / row
+        self.batches = study.repair_of(row).text.batches(read, options.data, self.folder.parent)
         torch.manual_seed(0)  # where maps begin at random
         self.converted = sq.convert(read.model, study.rows[row], copy=True, beyond_context=True)
         self.stages: dict[str, Any] = {}
@@ -90,10 +87,10 @@ class Measured:
     def run(self) -> dict[str, Any]:
         self._look("swapped")
         if self.row not in self.study.unrepaired:
+            how, last = self.study.repair_of(self.row), self.study.repair_of(self.row).finetune
             if any(next(m.parameters(), None) is not None for m in mechanisms(self.converted).values()):
-                self._repair("transfer", transfer, self.study.transfer)
-            how = self.study.finetune_of(self.row)
-            self._repair("finetune", finetune, how.schedule, loss=how.loss, rank=how.rank, targets=how.targets)
+                self._repair("transfer", transfer, how.transfer)
+            self._repair("finetune", finetune, last.schedule, loss=last.loss, rank=last.rank, targets=last.targets)
         return {"stages": self.stages}
 
     def _look(self, stage: str, **more: Any) -> None:
@@ -121,8 +118,8 @@ def _mean(figures: Iterable[float | None]) -> float | None:
 
 
 def _settings(study: Study, row: str) -> dict[str, Any]:
-    stages = {"transfer": asdict(study.transfer), "finetune": study.finetune_of(row).settings()}
-    return {"method": to_json(study.rows[row], 1), "settings": {} if row in study.unrepaired else stages}
+    settings = {} if row in study.unrepaired else study.repair_of(row).settings()
+    return {"method": to_json(study.rows[row], 1), "settings": settings}
 
 
 def _is_done(study: Study, row: str, out: Path) -> bool:
@@ -147,16 +144,31 @@ def section(results: dict[str, Any]) -> str:
 def _table(study: Study, part: dict[str, Any]) -> str:
     rows = [part["rows"][name] for name in study.rows if name in part["rows"]]
     headings = [f"{study.metrics[metric]}, {when}" for metric in part["original"] for when in STAGES.values()]
-    lines = [["its own attention", *(word for score in part["original"].values() for word in (f"{score:.4g}", "", "")), "", ""]]
+    lines = [
+        ["its own attention", *(word for score in part["original"].values() for word in (f"{score:.4g}", "", "")), *[""] * 3]
+    ]
     for row in rows:
         scores = [_score(row["stages"].get(stage), metric) for metric in part["original"] for stage in STAGES]
         seconds = sum(stage.get("seconds", 0) for stage in row["stages"].values())
-        lines.append([f"`{_called(row['method'])}`", *scores, _damage(row["stages"]), f"{seconds / 60:.1f}" if seconds else ""])
-    table = markdown(["method", *headings, "error of heads", "minutes of repair"], lines)
+        steps = " + ".join(f"{stage['step']:,}" for stage in row["stages"].values() if "step" in stage)
+        minutes = f"{seconds / 60:.1f}" if seconds else ""
+        lines.append([f"`{_called(row['method'])}`", *scores, _damage(row["stages"]), steps, minutes])
+    table = markdown(["method", *headings, "error of heads", "steps of repair", "minutes of repair"], lines)
     where = sorted({on(row["machine"]) for row in rows})
     lines_of_command = sorted({row["command"] for row in rows})
     commands = ", ".join(f"`{line}`" for line in lines_of_command)
-    return "\n".join([f"### {study.title}", "", study.about, "", *table, "", f"{'; '.join(where)}. By {commands}."])
+    end = ["", *_repairs(rows), "", f"{'; '.join(where)}. By {commands}."]
+    return "\n".join([f"### {study.title}", "", study.about, "", *table, *end])
+
+
+def _repairs(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """What rows learn from, and what finetuning changes."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if settings := row["settings"]:
+            how = f"{settings['finetune']['targets']} maps at rank {settings['finetune']['rank']}"
+            found.setdefault(f"from {settings['text']}; finetuning {how}", []).append(f"`{_called(row['method'])}`")
+    return [f"- {', '.join(names)}: repaired {words}." for words, names in found.items()]
 
 
 def _called(method: dict[str, Any]) -> str:

@@ -11,9 +11,12 @@ from typing import Any
 import subquad as sq
 from benchmarks import pretrained
 from benchmarks.pretrained import Batch, Pretrained
+from benchmarks.told import told
 from subquad.conversion import Schedule
 from subquad.conversion.repair.lora import Loss, Targets
 from subquad.mechanisms import Config
+
+TOLD = 6144  # sequences of 256 tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,34 @@ class Finetune:
         return {**asdict(self.schedule), "loss": self.loss, "rank": self.rank, "targets": self.targets}
 
 
+Read = Callable[[Pretrained, Path, Path], list[Batch]]
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a repair learns from.
+
+    Args:
+        about: what it is, beside the settings of a row.
+        batches: of a model, from a folder with real text and one to keep what is made; the first ones judge.
+    """
+
+    about: str
+    batches: Read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """Both stages, and what they learn from."""
+
+    text: Text
+    transfer: Schedule
+    finetune: Finetune
+
+    def settings(self) -> dict[str, Any]:
+        return {"text": self.text.about, "transfer": asdict(self.transfer), "finetune": self.finetune.settings()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """One model.
@@ -36,9 +67,8 @@ class Study:
     Args:
         about: what the reader must know of it.
         metrics: what is measured, by the names that `score` gives.
-        text: what repairs learn from; the first batches judge.
         rows: what the model is converted to.
-        harder: other finetuning, for rows that have lost more.
+        longer: other repairs, for rows that have lost more.
         unrepaired: rows that show what a swap alone does.
     """
 
@@ -48,22 +78,20 @@ class Study:
     metrics: Mapping[str, str]
     load: Callable[[Path], Pretrained]
     score: Callable[[Pretrained, Path], dict[str, float]]
-    text: Callable[[Pretrained, Path], list[Batch]]
     rows: Mapping[str, Config]
-    transfer: Schedule
-    finetune: Finetune
-    harder: Mapping[str, Finetune] = field(default_factory=dict)
+    repair: Repair
+    longer: Mapping[str, Repair] = field(default_factory=dict)
     unrepaired: tuple[str, ...] = ()
 
-    def finetune_of(self, row: str) -> Finetune:
-        return self.harder.get(row, self.finetune)
+    def repair_of(self, row: str) -> Repair:
+        return self.longer.get(row, self.repair)
 
 
 def _sts(read: Pretrained, data: Path) -> dict[str, float]:
     return {"spearman": pretrained.sts(read, data)}
 
 
-def _sentences(read: Pretrained, data: Path) -> list[Batch]:
+def _sentences(read: Pretrained, data: Path, folder: Path) -> list[Batch]:
     return pretrained.sentences(read.tokenizer, data)
 
 
@@ -72,8 +100,12 @@ def _story_nats(read: Pretrained, data: Path) -> dict[str, float]:
     return {"nats": pretrained.nats(read.model, tests)}
 
 
-def _stories(read: Pretrained, data: Path) -> list[Batch]:
+def _stories(read: Pretrained, data: Path, folder: Path) -> list[Batch]:
     return pretrained.packed(read.tokenizer, pretrained.stories(data, "val"), 256, 2)
+
+
+def _and_told(read: Pretrained, data: Path, folder: Path) -> list[Batch]:
+    return _stories(read, data, folder) + [{"input_ids": rows} for rows in told(read, TOLD, 256, folder).split(2)]
 
 
 def _perplexities(read: Pretrained, data: Path) -> dict[str, float]:
@@ -85,7 +117,7 @@ def _perplexities(read: Pretrained, data: Path) -> dict[str, float]:
     return found
 
 
-def _articles(read: Pretrained, data: Path) -> list[Batch]:
+def _articles(read: Pretrained, data: Path, folder: Path) -> list[Batch]:
     return pretrained.packed(read.tokenizer, [pretrained.wikitext(data, "train")[:2_000_000]], 1024, 1)
 
 
@@ -101,7 +133,6 @@ STUDIES = {
             metrics={"spearman": "Spearman"},
             load=lambda data: pretrained.minilm(),
             score=_sts,
-            text=_sentences,
             rows={
                 "softmax": sq.Softmax(),
                 "hedgehog": sq.Hedgehog(),
@@ -114,8 +145,11 @@ STUDIES = {
                 "rfa": sq.RFA(),
                 "nystrom-8": sq.Nystrom(landmarks=8),
             },
-            transfer=Schedule(steps=600, lr=2e-2, every=100, minutes=4, held_out=0.03),
-            finetune=Finetune(schedule=Schedule(steps=600, lr=1e-3, every=100, minutes=6, held_out=0.03), loss="embedding"),
+            repair=Repair(
+                text=Text("sentences of STS-B's training pairs", _sentences),
+                transfer=Schedule(steps=600, lr=2e-2, every=100, minutes=4, held_out=0.03),
+                finetune=Finetune(schedule=Schedule(steps=600, lr=1e-3, every=100, minutes=6, held_out=0.03), loss="embedding"),
+            ),
             unrepaired=("softmax",),
         ),
         Study(
@@ -127,7 +161,6 @@ STUDIES = {
             metrics={"nats": "nats"},
             load=pretrained.stories15m,
             score=_story_nats,
-            text=_stories,
             rows={
                 "softmax": sq.Softmax(),
                 "hybrid-32": sq.Hybrid(window=31, map="t2r", features=96),  # and the token itself
@@ -137,14 +170,21 @@ STUDIES = {
                 "linear": sq.Linear(),
                 "performer-256": sq.Performer(features=256),
             },
-            transfer=Schedule(steps=2600, lr=2e-2, every=200, held_out=0.02),
-            finetune=Finetune(schedule=Schedule(steps=500, lr=5e-4, every=100, held_out=0.02), loss="distil"),
-            harder={
-                "hedgehog": Finetune(
-                    schedule=Schedule(steps=3000, lr=2e-4, every=250, held_out=0.02, precision="bf16"),
-                    loss="distil",
-                    rank=64,
-                    targets="all",
+            repair=Repair(
+                text=Text("stories", _stories),
+                transfer=Schedule(steps=2600, lr=2e-2, every=200, held_out=0.02),
+                finetune=Finetune(schedule=Schedule(steps=500, lr=5e-4, every=100, held_out=0.02), loss="distil"),
+            ),
+            longer={
+                "hedgehog": Repair(
+                    text=Text(f"stories, and {TOLD * 256:,} tokens that the original tells itself", _and_told),
+                    transfer=Schedule(steps=8000, lr=2e-2, every=400, held_out=0.005, precision="bf16"),
+                    finetune=Finetune(
+                        schedule=Schedule(steps=9000, lr=3e-4, every=500, held_out=0.005, precision="bf16"),
+                        loss="distil",
+                        rank=64,
+                        targets="all",
+                    ),
                 ),
             },
             unrepaired=("softmax", "local-64", "linear", "performer-256"),
@@ -158,7 +198,6 @@ STUDIES = {
             metrics={"wikitext2": "WikiText-2", "war_and_peace": "War and Peace"},
             load=lambda data: pretrained.smollm2(),
             score=_perplexities,
-            text=_articles,
             rows={
                 "softmax": sq.Softmax(),
                 "local-256": sq.Local(window=255),
@@ -166,8 +205,13 @@ STUDIES = {
                 "performer-256": sq.Performer(features=256),
                 "linear": sq.Linear(),
             },
-            transfer=Schedule(steps=60, lr=2e-2, every=20, held_out=0.01, precision="bf16"),
-            finetune=Finetune(schedule=Schedule(steps=60, lr=1e-3, every=20, held_out=0.01, precision="bf16"), loss="distil"),
+            repair=Repair(
+                text=Text("WikiText-2's training articles", _articles),
+                transfer=Schedule(steps=60, lr=2e-2, every=20, held_out=0.01, precision="bf16"),
+                finetune=Finetune(
+                    schedule=Schedule(steps=60, lr=1e-3, every=20, held_out=0.01, precision="bf16"), loss="distil"
+                ),
+            ),
             unrepaired=("softmax", "linear"),
         ),
     )

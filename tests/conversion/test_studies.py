@@ -2,10 +2,11 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import converting, features, pretrained, serving, studies
+from benchmarks import converting, features, pretrained, serving, studies, told
 from benchmarks.pretrained import Pretrained
 
 import subquad as sq
@@ -23,17 +24,20 @@ def model():
 @pytest.fixture
 def study(model):
     texts = [{"input_ids": torch.randint(3, families.WORDS, (2, 40))} for _ in range(4)]
+    repair = studies.Repair(
+        text=studies.Text("some tokens", lambda read, data, folder: texts),
+        transfer=SHORT,
+        finetune=studies.Finetune(schedule=SHORT, loss="distil", rank=2),
+    )
     return replace(
         studies.STUDIES["stories15m"],
         name="tiny",
         title="A tiny model",
         load=lambda data: Pretrained(model, None),
         score=lambda read, data: {"nats": pretrained.nats(read.model, [batch["input_ids"][:1] for batch in texts])},
-        text=lambda read, data: texts,
         rows={"softmax": sq.Softmax(), "local": sq.Local(window=3), "hedgehog": sq.Hedgehog()},
-        transfer=SHORT,
-        finetune=studies.Finetune(schedule=SHORT, loss="distil", rank=2),
-        harder={"hedgehog": studies.Finetune(schedule=SHORT, loss="language", rank=2, targets="all")},
+        repair=repair,
+        longer={"hedgehog": replace(repair, finetune=studies.Finetune(schedule=SHORT, loss="language", rank=2, targets="all"))},
         unrepaired=("softmax",),
     )
 
@@ -143,3 +147,25 @@ def test_bytes_and_speed_at_the_end_of_a_text(monkeypatch, tmp_path, model):
     assert original["bytes"] == 2 * 4 * heads * channels * layers * 48
     assert kernel["bytes"] < original["bytes"] / 4
     assert "| kernel | " in serving.section(found)
+
+
+def test_what_a_model_tells_itself(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(told, "PIECE", 4)
+    read = Pretrained(model, SimpleNamespace(bos_token_id=1))
+    first = told.told(read, 6, 12, tmp_path)
+    assert first.shape == (6, 12)
+    assert (first[:, 0] == 1).all()
+    assert len({tuple(row) for row in first.tolist()}) == 6
+    assert torch.equal(told.told(Pretrained(model, read.tokenizer), 5, 12, tmp_path), first[:5])  # from what was written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["told-12-0.pt", "told-12-1.pt"]
+
+
+def test_what_a_model_tells_itself_is_drawn_from_its_distribution(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(told, "PIECE", 20_000)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8)  # far from uniform
+        expected = model(torch.tensor([[1]])).logits[0, -1].softmax(-1)
+    drawn = told.told(Pretrained(model, SimpleNamespace(bos_token_id=1)), 20_000, 2, tmp_path)[:, 1]
+    shares = drawn.bincount(minlength=len(expected)) / len(drawn)
+    assert expected.max() > 4 * expected.mean()
+    assert (shares - expected).abs().max() < 5 * (expected.max() / len(drawn)) ** 0.5

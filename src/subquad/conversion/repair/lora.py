@@ -13,13 +13,12 @@ from __future__ import annotations
 from typing import Any, Literal, cast, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from subquad.conversion.observe import Batch, is_causal_lm, last_states, real_tokens
-from subquad.conversion.repair.by_rows import mean_loss
+from subquad.conversion.repair.by_rows import cross_entropy, divergence, mean_loss
 from subquad.conversion.repair.loop import Stage
 from subquad.conversion.sites import Site, sites
 from subquad.conversion.swap import mechanisms
@@ -67,20 +66,11 @@ class Lora(Stage):
             return missed / had
         known = real[:, 1:] & real[:, :-1]
         head: Any = self.converted.get_output_embeddings()
-
-        def of_language(states: Tensor, rows: slice) -> Tensor:
-            return F.cross_entropy(head(states).float(), wanted[rows], reduction="sum")
-
-        def of_distil(states: Tensor, rows: slice) -> Tensor:
-            with torch.no_grad():
-                expected = head(wanted[rows]).float().log_softmax(-1)
-            return F.kl_div(head(states).float().log_softmax(-1), expected, reduction="sum", log_target=True)
-
         if self.kind == "language":
-            wanted, loss = batch["input_ids"].to(after.device)[:, 1:][known], of_language
+            loss = cross_entropy(batch["input_ids"].to(after.device)[:, 1:][known])
         else:
-            wanted, loss = self._before(batch)[:, :-1][known], of_distil
-        return mean_loss(after[:, :-1][known], head.weight.shape[0], loss)
+            loss = divergence(self._before(batch)[:, :-1][known], head)
+        return mean_loss(after[:, :-1][known], head, head.weight.shape[0], loss)
 
     def train(self, mode: bool) -> None:
         """The mechanisms alone: dropout would be one more thing to match."""

@@ -1,0 +1,73 @@
+"""Text that a language model tells itself: as much as a repair can learn from, where there is little other text.
+
+Each sequence begins with the token that begins a text, and each next token is drawn from the model's own distribution. A piece
+of it is written when it is done; started again, only what is missing is drawn.
+
+    python benchmarks/told.py --data DIR --sequences 8192
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import subquad as sq
+from subquad import files
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
+from benchmarks import pretrained
+from benchmarks.pretrained import Pretrained
+
+PIECE = 128  # sequences
+
+
+def told(read: Pretrained, sequences: int, length: int, folder: Path) -> Tensor:
+    """(sequences, length) tokens; pieces of it are in `folder`, or go there."""
+    model = sq.convert(read.model, "softmax", copy=True)  # for its cache, which grows without being copied at each token
+    pieces = [_piece(model, read.tokenizer.bos_token_id, i, length, folder) for i in range(-(-sequences // PIECE))]
+    return torch.cat(pieces)[:sequences]
+
+
+def _piece(model: Any, begin: int, index: int, length: int, folder: Path) -> Tensor:
+    path = folder / f"told-{length}-{index}.pt"
+    if not path.exists():
+        content = io.BytesIO()
+        torch.save(_drawn(model, begin, length, torch.Generator().manual_seed(index)), content)
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write(path, content.getvalue())
+    tokens: Tensor = torch.load(path, weights_only=True)
+    return tokens
+
+
+@torch.inference_mode()
+def _drawn(model: Any, begin: int, length: int, generator: torch.Generator) -> Tensor:
+    tokens, cache = [torch.full((PIECE, 1), begin)], None
+    while len(tokens) < length:
+        out = model(tokens[-1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        below = out.logits[:, -1].softmax(-1).cumsum(-1)  # (PIECE, words)
+        drawn = torch.rand(PIECE, 1, generator=generator) * below[:, -1:]
+        tokens.append(torch.searchsorted(below, drawn).clamp(max=below.shape[-1] - 1))
+    return torch.cat(tokens, dim=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=os.environ.get("SUBQUAD_DATA"), help="folder with the model")
+    parser.add_argument("--sequences", type=int, default=8192)
+    parser.add_argument("--folder", type=Path, default=Path("subquad-converting/stories15m"))
+    options = parser.parse_args()
+    found = told(pretrained.stories15m(options.data), options.sequences, 256, options.folder)
+    Console().print(f"{found.numel():,} tokens in {options.folder}")
+
+
+if __name__ == "__main__":
+    main()
