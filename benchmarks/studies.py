@@ -178,7 +178,7 @@ STUDIES = {
             longer={
                 "hedgehog": Repair(
                     text=Text(f"stories, and {TOLD * 256:,} tokens that the original tells itself", _and_told),
-                    transfer=Schedule(steps=8000, lr=2e-2, every=400, held_out=0.005, precision="bf16"),
+                    transfer=Schedule(steps=6000, lr=2e-2, every=400, held_out=0.005, precision="bf16"),
                     finetune=Finetune(
                         schedule=Schedule(steps=9000, lr=3e-4, every=500, held_out=0.005, precision="bf16"),
                         loss="distil",

@@ -15,6 +15,7 @@ def pieces(request, monkeypatch):
         monkeypatch.setattr(tiles, "_PIECE", 1)
         monkeypatch.setattr(clustered, "_PIECE", 1)
         monkeypatch.setattr(hybrid, "_PIECE", 1)
+        monkeypatch.setattr(hybrid, "_SHORT", 0)
 
 
 @every_case

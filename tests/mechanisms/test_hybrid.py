@@ -130,6 +130,26 @@ def test_nothing_grows_with_the_square(is_causal, grad):
     assert largest.numel <= max(pairs, (n + CHUNK + 2 * window) * 2 * dim)
 
 
+@both_ways
+@pytest.mark.parametrize("length", [1, 63, 70, 71])  # a chunk of 64 meets 71 keys, or 78
+def test_a_short_sequence_is_one_chunk_and_gives_the_same(length, is_causal, monkeypatch):
+    def found(limit):
+        monkeypatch.setattr(hybrid, "_SHORT", limit)
+        torch.manual_seed(0)
+        module = sq.Hybrid(window=7).build(heads=2, head_dim=4).double()
+        q, k, v = (x.repeat(2, 1, 1, 1).requires_grad_() for x in qkv(length))
+        real = torch.arange(length) < torch.tensor([[length], [length - 5]]).clamp(min=1)
+        with Largest() as largest:
+            out = module(q, k, v, is_causal=is_causal, key_padding_mask=real)
+        grads = torch.autograd.grad(out.square().sum(), [q, k, v, *module.parameters()])
+        return largest.numel, (out, *grads)
+
+    (less, short), (more, chunks) = found(256), found(0)
+    for one, other in zip(short, chunks, strict=True):
+        assert_close(one, other)
+    assert less < more or length == 1
+
+
 def test_options():
     with pytest.raises(sq.OptionError, match="map is one of 'hedgehog', 't2r', 'linear'; got 'elu'"):
         sq.Hybrid(map="elu")

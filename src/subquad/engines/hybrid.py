@@ -12,7 +12,7 @@ which cancels: then nothing overflows, and what is larger counts. Far weights wh
 A chunk of C queries meets, as pairs, its own keys, `window` more before them and, unless causal, `window` more after them: some
 of these are near for a query, the others far. All keys beyond enter through sums of phi(k) v^T over what lies before, and over
 what lies after, which are added and never subtracted. Cost: O(N (C + window) (D + m + Dv) + N m Dv) time, one (m, Dv) sum a
-chunk.
+chunk. A sequence no longer than what a chunk would meet is one chunk, and nothing lies beyond.
 
 A decode state keeps the last `window` keys and values, and the sums of what has left them. Tokens that go on from one meet the
 kept keys in front of their own. Positions count real tokens only; the queries of pads give 0.
@@ -38,6 +38,7 @@ from subquad.masks import put_back, real_first, take_tokens, zero_pads
 from subquad.state import Parts
 
 _PIECE = 2**20  # pairs worked on at a time, where no graph is recorded
+_SHORT = 256  # tokens, at most, whose pairs are all worked on at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,8 @@ class _Keys:
 
     def met_by(self, first: int, chunks: int, size: int, width: int) -> _Keys:
         """The `width` keys that each chunk of `size` queries meets, as (B, K, c, W, ...) and real (B, c, W)."""
+        if chunks == 1 and width == self.real.shape[1]:
+            return _Keys(self.key.unsqueeze(2), self.phi.unsqueeze(2), self.value.unsqueeze(2), self.real.unsqueeze(1))
         rows = slice(first * size, (first + chunks - 1) * size + width)
         key, phi, value = (x[:, :, rows].unfold(2, width, size).mT for x in (self.key, self.phi, self.value))
         return _Keys(key, phi, value, self.real[:, rows].unfold(1, width, size))
@@ -103,10 +106,12 @@ def attend(
     if key_padding_mask is not None:
         order, real = real_first(key_padding_mask)
         query, key, value = (take_tokens(x, order) for x in (query, key, value))
-    room = kernel.window if return_state else min(kernel.window, key.shape[2])
+    meets = CHUNK + kernel.window * (1 if is_causal else 2)
+    is_short = past is None and not return_state and key.shape[2] <= min(meets, _SHORT)
+    room = 0 if is_short else kernel.window if return_state else min(kernel.window, key.shape[2])
     state: Sums = dict(past or _nothing(key, value, kernel, room))  # type: ignore[arg-type]
     keys = _join(state, key, value, real, kernel)
-    out = _output(query, keys, state["S"], kernel, is_causal)
+    out = _output(query, keys, None if is_short else state["S"], kernel, is_causal)
     if order is not None:
         out = put_back(out.masked_fill(~real[:, None, :, None], 0), order)
     return out.to(query.dtype), _go_on(state, keys, real, key_padding_mask is not None) if return_state else None
@@ -135,23 +140,23 @@ def _join(state: Sums, key: Tensor, value: Tensor, real: Tensor, kernel: Kernel)
     return _Keys(key, kernel.key(key) * real[:, None, :, None], torch.cat([value, ones], dim=-1), real)
 
 
-def _output(query: Tensor, keys: _Keys, S: Tensor, kernel: Kernel, is_causal: bool) -> Tensor:
-    """(B, H, n, Dv), for queries that stand at the last n keys; S are the sums of what lies before all keys."""
+def _output(query: Tensor, keys: _Keys, S: Tensor | None, kernel: Kernel, is_causal: bool) -> Tensor:
+    """(B, H, n, Dv), for queries that stand at the last n keys; S are the sums of what lies before all keys.
+
+    Without S the queries have all keys in one chunk.
+    """
     length = query.shape[2]
     if not length:
         return query[..., :1].expand(*query.shape[:3], keys.value.shape[-1] - 1)
-    size = min(CHUNK, length)
+    size = length if S is None else min(CHUNK, length)
     chunks, front = -(-length // size), keys.key.shape[2] - length
     reach = front if is_causal else 2 * front
     query = F.pad(widen(query), (0, 0, 0, chunks * size - length))
     keys = keys.padded(chunks * size + reach)
-    beyond, _ = scan(S, keys.sums(0, chunks, size), None)  # (B, K, c, m, Dv + 1), of keys before those that a chunk meets
-    if not is_causal:
-        after, _ = scan(torch.zeros_like(S), keys.sums(reach, chunks, size).flip(2), None)
-        beyond = beyond + after.flip(2)
+    beyond = None if S is None else _beyond(keys, S, chunks, size, reach, is_causal)
 
-    at_once = chunks
-    if not is_recorded(query, keys.key, keys.phi, keys.value, S, kernel.log_mix) and not torch.compiler.is_compiling():
+    at_once, recorded = chunks, (query, keys.key, keys.phi, keys.value, kernel.log_mix, *([] if S is None else [S]))
+    if not is_recorded(*recorded) and not torch.compiler.is_compiling():
         at_once = max(_PIECE // max(query.shape[0] * query.shape[1] * size * (size + reach), 1), 1)
     apart = torch.arange(size, device=query.device)[:, None] + front - torch.arange(size + reach, device=query.device)  # i - j
     outs = []
@@ -159,11 +164,20 @@ def _output(query: Tensor, keys: _Keys, S: Tensor, kernel: Kernel, is_causal: bo
         count = min(at_once, chunks - first)
         part = query[:, :, first * size : (first + count) * size]
         met = keys.met_by(first, count, size, size + reach)
-        outs.append(_meet(part, met, beyond[:, :, first : first + count], apart, kernel, is_causal))
+        outs.append(_meet(part, met, None if beyond is None else beyond[:, :, first : first + count], apart, kernel, is_causal))
     return torch.cat(outs, dim=2)[:, :, :length]
 
 
-def _meet(query: Tensor, keys: _Keys, beyond: Tensor, apart: Tensor, kernel: Kernel, is_causal: bool) -> Tensor:
+def _beyond(keys: _Keys, S: Tensor, chunks: int, size: int, reach: int, is_causal: bool) -> Tensor:
+    """(B, K, c, m, Dv + 1), the sums of keys that lie beyond those that a chunk meets."""
+    before, _ = scan(S, keys.sums(0, chunks, size), None)
+    if is_causal:
+        return before
+    after, _ = scan(torch.zeros_like(S), keys.sums(reach, chunks, size).flip(2), None)
+    return before + after.flip(2)
+
+
+def _meet(query: Tensor, keys: _Keys, beyond: Tensor | None, apart: Tensor, kernel: Kernel, is_causal: bool) -> Tensor:
     """Chunks of queries (B, H, c C, D), the keys that they meet, `apart` (C, W) their i - j, and the sums of those beyond."""
     size, shape = apart.shape[0], keys.key.shape[1:3]  # (K, c)
 
@@ -182,7 +196,9 @@ def _meet(query: Tensor, keys: _Keys, beyond: Tensor, apart: Tensor, kernel: Ker
 
     fq = by_chunk(kernel.query(query))
     pairs = times(fq, phi.contiguous().mT).masked_fill(~far, 0)
-    distant = times(pairs, value[..., : phi.shape[3], :]) + times(fq, beyond)  # (B, K, c, G, C, Dv + 1)
+    distant = times(pairs, value[..., : phi.shape[3], :])  # (B, K, c, G, C, Dv + 1)
+    if beyond is not None:
+        distant = distant + times(fq, beyond)
     scores = times(by_chunk(query * kernel.scale), keys.key.contiguous().mT).masked_fill(~near, -math.inf)
 
     total = distant.detach()[..., -1:]
