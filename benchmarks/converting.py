@@ -3,10 +3,10 @@
     make pretrained && python benchmarks/converting.py --data DIR                      # all of it, a few hours
     python benchmarks/converting.py --data DIR --only stories15m --rows hybrid-32
 
-Each row is a method: the score right after the swap, after attention transfer where it learns anything, and after low-rank
-finetuning, neither of which sees a label or a test text; beside it, what `sq.diagnose` says of the heads, on batches that no
-repair learns from. A row is written when it is done; started again, only what is missing is run, and a repair that was stopped
-goes on from its checkpoint. `benchmarks/studies.py` has the models and rows.
+Each row is a method: the score right after the swap, after attention transfer where it learns anything, after alignment where
+that is done, and after low-rank finetuning, none of which sees a label or a test text; beside it, what `sq.diagnose` says of
+the heads, on batches that no repair learns from. A row is written when it is done; started again, only what is missing is run,
+and a repair that was stopped goes on from its checkpoint. `benchmarks/studies.py` has the models and rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.console import Console
 
 import subquad as sq
 from subquad.bench.results import read as read_json
-from subquad.conversion import Progress, Schedule, finetune, mechanisms, transfer
+from subquad.conversion import Progress, Schedule, align, finetune, mechanisms, transfer
 from subquad.models.methods import to_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
@@ -36,7 +36,12 @@ from benchmarks.studies import STUDIES, Study
 OUT = Path(__file__).with_suffix(".json")
 SCHEMA, VERSION = "subquad.converting", 1
 JUDGED = 2  # batches that heads are judged on: a repair holds out the first ones
-STAGES = {"swapped": "after the swap", "transfer": "after transfer", "finetune": "after finetuning"}
+STAGES = {
+    "swapped": "after the swap",
+    "transfer": "after transfer",
+    "align": "after alignment",
+    "finetune": "after finetuning",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,10 +92,12 @@ class Measured:
     def run(self) -> dict[str, Any]:
         self._look("swapped")
         if self.row not in self.study.unrepaired:
-            how, last = self.study.repair_of(self.row), self.study.repair_of(self.row).finetune
+            how = self.study.repair_of(self.row)
             if any(next(m.parameters(), None) is not None for m in mechanisms(self.converted).values()):
                 self._repair("transfer", transfer, how.transfer)
-            self._repair("finetune", finetune, last.schedule, loss=last.loss, rank=last.rank, targets=last.targets)
+            if how.align is not None:
+                self._repair("align", align, how.align.schedule, **how.align.arguments())
+            self._repair("finetune", finetune, how.finetune.schedule, **how.finetune.arguments())
         return {"stages": self.stages}
 
     def _look(self, stage: str, **more: Any) -> None:
@@ -143,12 +150,12 @@ def section(results: dict[str, Any]) -> str:
 
 def _table(study: Study, part: dict[str, Any]) -> str:
     rows = [part["rows"][name] for name in study.rows if name in part["rows"]]
-    headings = [f"{study.metrics[metric]}, {when}" for metric in part["original"] for when in STAGES.values()]
-    lines = [
-        ["its own attention", *(word for score in part["original"].values() for word in (f"{score:.4g}", "", "")), *[""] * 3]
-    ]
+    stages = {name: when for name, when in STAGES.items() if any(name in row["stages"] for row in rows)}
+    headings = [f"{study.metrics[metric]}, {when}" for metric in part["original"] for when in stages.values()]
+    before = [word for score in part["original"].values() for word in (f"{score:.4g}", *[""] * (len(stages) - 1))]
+    lines = [["its own attention", *before, *[""] * 3]]
     for row in rows:
-        scores = [_score(row["stages"].get(stage), metric) for metric in part["original"] for stage in STAGES]
+        scores = [_score(row["stages"].get(stage), metric) for metric in part["original"] for stage in stages]
         seconds = sum(stage.get("seconds", 0) for stage in row["stages"].values())
         steps = " + ".join(f"{stage['step']:,}" for stage in row["stages"].values() if "step" in stage)
         minutes = f"{seconds / 60:.1f}" if seconds else ""
@@ -162,7 +169,7 @@ def _table(study: Study, part: dict[str, Any]) -> str:
 
 
 def _repairs(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """What rows learn from, and what finetuning changes."""
+    """What rows learn from, and what alignment and finetuning change."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if settings := row["settings"]:

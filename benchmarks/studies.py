@@ -13,23 +13,37 @@ from benchmarks import pretrained
 from benchmarks.pretrained import Batch, Pretrained
 from benchmarks.told import told
 from subquad.conversion import Schedule
-from subquad.conversion.repair.lora import Loss, Targets
+from subquad.conversion.repair.lora import Loss
+from subquad.conversion.repair.low_rank import Targets
 from subquad.mechanisms import Config
 
 TOLD = 6144  # sequences of 256 tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finetune:
-    """Low-rank finetuning: for how long, of what, and what it matches."""
+class Changes:
+    """Of linear maps, of low rank: for how long, and which."""
 
     schedule: Schedule
-    loss: Loss
     rank: int = 16
     targets: Targets = "attention"
 
+    def arguments(self) -> dict[str, Any]:
+        """Of `align` and, with what is matched, of `finetune`."""
+        return {"rank": self.rank, "targets": self.targets}
+
     def settings(self) -> dict[str, Any]:
-        return {**asdict(self.schedule), "loss": self.loss, "rank": self.rank, "targets": self.targets}
+        return {**asdict(self.schedule), **self.arguments()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune(Changes):
+    """What the whole model matches."""
+
+    loss: Loss
+
+    def arguments(self) -> dict[str, Any]:
+        return {"loss": self.loss, **super().arguments()}
 
 
 Read = Callable[[Pretrained, Path, Path], list[Batch]]
@@ -50,14 +64,16 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """Both stages, and what they learn from."""
+    """The stages, and what they learn from."""
 
     text: Text
     transfer: Schedule
+    align: Changes | None = None
     finetune: Finetune
 
     def settings(self) -> dict[str, Any]:
-        return {"text": self.text.about, "transfer": asdict(self.transfer), "finetune": self.finetune.settings()}
+        stages = {"transfer": asdict(self.transfer), "finetune": self.finetune.settings()}
+        return {"text": self.text.about, **stages, **({"align": self.align.settings()} if self.align else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +195,13 @@ STUDIES = {
                 "hedgehog": Repair(
                     text=Text(f"stories, and {TOLD * 256:,} tokens that the original tells itself", _and_told),
                     transfer=Schedule(steps=6000, lr=2e-2, every=400, held_out=0.005, precision="bf16"),
+                    align=Changes(
+                        schedule=Schedule(steps=4000, lr=2e-3, every=250, held_out=0.005, precision="bf16"),
+                        rank=64,
+                        targets="all",
+                    ),
                     finetune=Finetune(
-                        schedule=Schedule(steps=9000, lr=3e-4, every=500, held_out=0.005, precision="bf16"),
+                        schedule=Schedule(steps=6000, lr=2e-4, every=250, held_out=0.005, precision="bf16"),
                         loss="distil",
                         rank=64,
                         targets="all",

@@ -33,18 +33,20 @@ def convert(
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of calibration text, at most.")] = 200_000,
-    repair: Annotated[str, typer.Option(help="Stages of repair: transfer, lora, or transfer,lora.")] = "",
+    repair: Annotated[str, typer.Option(help="Stages of repair, any of them in this order: transfer,align,lora.")] = "",
     transfer_steps: Annotated[int, typer.Option(help="Steps of attention transfer, at most.")] = 300,
+    align_steps: Annotated[int, typer.Option(help="Steps of alignment, at most.")] = 300,
     lora_steps: Annotated[int, typer.Option(help="Steps of low-rank finetuning, at most.")] = 300,
     transfer_lr: Annotated[float | None, typer.Option(help="Learning rate of attention transfer; by default 0.01.")] = None,
+    align_lr: Annotated[float | None, typer.Option(help="Learning rate of alignment; by default 0.001.")] = None,
     lora_lr: Annotated[
         float | None, typer.Option(help="Learning rate of low-rank finetuning; by default 0.001, less beyond a rank of 8.")
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of each stage, at most.")] = None,
     loss: Annotated[str | None, typer.Option(help="Of low-rank finetuning: language, distil or embedding.")] = None,
-    rank: Annotated[int, typer.Option(help="Of low-rank finetuning.")] = 8,
+    rank: Annotated[int, typer.Option(help="Of alignment and low-rank finetuning.")] = 8,
     targets: Annotated[
-        str, typer.Option(help="What low-rank finetuning changes: attention, or all linear maps of the layers.")
+        str, typer.Option(help="What both of these change: attention, or all linear maps of the layers.")
     ] = "attention",
     precision: Annotated[str, typer.Option(help="Of the repair: fp32, or bf16 for mixed precision.")] = "fp32",
     keep: Annotated[int, typer.Option(help="Search so many layers that are best left softmax, before the repair.")] = 0,
@@ -76,7 +78,8 @@ def convert(
         keep_softmax=_numbers("--keep-softmax", keep_softmax), cross=cross, beyond_context=beyond_context,
         text=tuple(text or ()), length=length, batch=batch, tokens=tokens,
         repair=tuple(stage.strip() for stage in repair.split(",") if stage.strip()), keep=keep, transfer_steps=transfer_steps,
-        lora_steps=lora_steps, transfer_lr=transfer_lr, lora_lr=lora_lr, minutes=minutes, loss=loss, rank=rank, targets=targets,
+        align_steps=align_steps, lora_steps=lora_steps, transfer_lr=transfer_lr, align_lr=align_lr, lora_lr=lora_lr,
+        minutes=minutes, loss=loss, rank=rank, targets=targets,
         precision=precision,  # type: ignore[arg-type]
         dtype=dtype, seed=seed, threads=threads,
     )  # fmt: skip

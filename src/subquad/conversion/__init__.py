@@ -2,7 +2,7 @@
 
 from subquad import models as _models  # noqa: F401 - without transformers, it says what to install
 from subquad.conversion.diagnosis import Diagnosis, diagnose
-from subquad.conversion.repair import Kept, Progress, Schedule, finetune, keep_softmax, transfer
+from subquad.conversion.repair import Kept, Progress, Schedule, align, finetune, keep_softmax, transfer
 from subquad.conversion.swap import convert, mechanisms, revert
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Kept",
     "Progress",
     "Schedule",
+    "align",
     "convert",
     "diagnose",
     "finetune",

@@ -27,10 +27,11 @@ from subquad.conversion.diagnosis import diagnose
 from subquad.conversion.observe import last_states
 from subquad.conversion.opening import open_config, open_model, open_tokenizer, require_convertible
 from subquad.conversion.plan import STAGES, Plan
-from subquad.conversion.repair import Progress, finetune, keep_softmax, transfer
+from subquad.conversion.repair import Progress, align, finetune, keep_softmax, transfer
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import converted_layers, require_count
-from subquad.conversion.repair.lora import kind_of, need_peft, require_targets
+from subquad.conversion.repair.lora import kind_of
+from subquad.conversion.repair.low_rank import need_peft, require_targets
 from subquad.conversion.results import FILE, KEEP, SWAP, Results, load, save
 from subquad.conversion.swap import convert
 from subquad.conversion.text import Calibration, calibration
@@ -104,8 +105,9 @@ def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
         require_count(plan.keep, len(converted_layers(job.converted)))
     if "transfer" in plan.repair:
         Transfer(original, job.converted)
-    if "lora" in plan.repair:
+    if {"align", "lora"} & {*plan.repair}:
         need_peft()
+    if "lora" in plan.repair:
         results.settings["loss"] = kind_of(job.converted, plan.loss)
     return job
 
@@ -224,12 +226,12 @@ class _Job:
     def _repair(self, stage: str) -> None:
         """A finished stage takes its weights from its checkpoint."""
         assert self.text is not None
+        changes: dict[str, Any] = {"rank": self.plan.rank, "targets": require_targets(self.plan.targets)}
         learn: Any = transfer
-        if stage == "lora":
-            plan = self.plan
-            learn = partial(
-                finetune, loss=kind_of(self.converted, plan.loss), rank=plan.rank, targets=require_targets(plan.targets)
-            )
+        if stage == "align":
+            learn = partial(align, **changes)
+        elif stage == "lora":
+            learn = partial(finetune, loss=kind_of(self.converted, self.plan.loss), **changes)
 
         def told(progress: Progress) -> None:
             known = self.results.stages.get(stage)

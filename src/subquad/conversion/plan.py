@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from subquad import checks
-from subquad.conversion.repair import FINETUNE, TRANSFER, Schedule
-from subquad.conversion.repair.lora import require_targets
+from subquad.conversion.repair import ALIGN, FINETUNE, TRANSFER, Schedule
+from subquad.conversion.repair.low_rank import require_targets
 from subquad.conversion.swap import Layers
 from subquad.conversion.text import Calibration
 from subquad.errors import InputError
@@ -16,7 +16,7 @@ from subquad.mechanisms import Config
 from subquad.registry import resolve
 from subquad.training.precision import Precision, require_precision
 
-STAGES = ("transfer", "lora")
+STAGES = ("transfer", "align", "lora")
 _RANK = 8  # up to which the usual learning rate is that of low-rank finetuning
 _LOOKS = 6  # at held-out batches in a stage, at least
 
@@ -33,9 +33,10 @@ class Plan:
         length, batch, tokens: of the text, see `calibration`.
         repair: stages, in the order of `STAGES`.
         keep: how many layers a search puts back to softmax before the repair.
-        transfer_lr, lora_lr: learning rates at their highest; by default the usual ones.
+        transfer_lr, align_lr, lora_lr: learning rates at their highest; by default the usual ones.
         minutes: of each stage, at most.
-        loss, rank, targets: of the low-rank finetuning.
+        loss: of the low-rank finetuning.
+        rank, targets: of it, and of the alignment.
         precision: of the stages' own computing, see `Schedule`; `dtype` is that of the weights.
     """
 
@@ -53,8 +54,10 @@ class Plan:
     repair: tuple[str, ...] = ()
     keep: int = 0
     transfer_steps: int = TRANSFER.steps
+    align_steps: int = ALIGN.steps
     lora_steps: int = FINETUNE.steps
     transfer_lr: float | None = None
+    align_lr: float | None = None
     lora_lr: float | None = None
     minutes: float | None = None
     loss: str | None = None
@@ -92,15 +95,18 @@ class Plan:
 
     def schedule(self, stage: str) -> Schedule:
         """Of a stage of repair."""
-        if stage == "transfer":
-            usual, steps, lr, rate = TRANSFER, self.transfer_steps, self.transfer_lr, TRANSFER.lr
-        else:  # a change is a sum over ranks, so a step of it grows with their number
-            usual, steps, lr, rate = FINETUNE, self.lora_steps, self.lora_lr, FINETUNE.lr * min(1.0, _RANK / self.rank)
+        usual, steps, asked = {
+            "transfer": (TRANSFER, self.transfer_steps, self.transfer_lr),
+            "align": (ALIGN, self.align_steps, self.align_lr),
+            "lora": (FINETUNE, self.lora_steps, self.lora_lr),
+        }[stage]
+        # A change is a sum over ranks, so a step of it grows with their number; through all layers that does harm.
+        rate = usual.lr * (min(1.0, _RANK / self.rank) if stage == "lora" else 1.0)
         every = max(1, min(usual.every, steps // _LOOKS))
         return replace(
             usual,
             steps=steps,
-            lr=rate if lr is None else lr,
+            lr=rate if asked is None else asked,
             every=every,
             minutes=self.minutes,
             seed=self.seed,

@@ -167,7 +167,8 @@ def _said(value: Any) -> str:
 
 
 def _words(part: str) -> str:
-    return {KEEP: "the keep search", "transfer": "attention transfer", "lora": "low-rank finetuning"}.get(part, f"the {part}")
+    parts = {KEEP: "the keep search", "transfer": "attention transfer", "align": "alignment", "lora": "low-rank finetuning"}
+    return parts.get(part, f"the {part}")
 
 
 def _row_name(results: Results, part: str) -> str:

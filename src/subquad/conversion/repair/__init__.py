@@ -9,14 +9,17 @@ from transformers import PreTrainedModel
 
 from subquad.conversion.diagnosis import require_pair, require_tokens
 from subquad.conversion.observe import Batch, watchable
+from subquad.conversion.repair.alignment import Align
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import Kept, keep_softmax
 from subquad.conversion.repair.loop import Progress, Schedule, Tell, learn
-from subquad.conversion.repair.lora import Lora, Loss, Targets
+from subquad.conversion.repair.lora import Lora, Loss
+from subquad.conversion.repair.low_rank import LowRank, Targets
 
-__all__ = ["Kept", "Progress", "Schedule", "finetune", "keep_softmax", "transfer"]
+__all__ = ["Kept", "Progress", "Schedule", "align", "finetune", "keep_softmax", "transfer"]
 
 TRANSFER = Schedule(steps=300, lr=1e-2)
+ALIGN = Schedule(steps=300, lr=1e-3)
 FINETUNE = Schedule(steps=300, lr=1e-3)
 
 
@@ -41,6 +44,30 @@ def transfer(
     require_pair(original, converted)
     with watchable(original) as teacher:
         return learn(Transfer(teacher, converted), batches, schedule, folder=folder, tell=tell, is_stopping=is_stopping)
+
+
+def align(
+    original: PreTrainedModel,
+    converted: PreTrainedModel,
+    batches: Sequence[Batch],
+    schedule: Schedule = ALIGN,
+    *,
+    rank: int = 8,
+    targets: Targets = "attention",
+    folder: Path | None = None,
+    tell: Tell = lambda progress: None,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Low-rank finetuning of each attention, or layer, by itself, merged into the weights at the end. See `Align`.
+
+    Args:
+        rank: of the changes.
+        targets: what changes, and what gives the original's output: each attention, or "all" of each layer.
+    """
+    require_tokens(batches)
+    require_pair(original, converted)
+    with watchable(original) as teacher:
+        return _learnt(Align(teacher, converted, rank, targets), batches, schedule, folder, tell, is_stopping)
 
 
 def finetune(
@@ -68,7 +95,20 @@ def finetune(
     was_training = original.training
     stage = Lora(original.eval(), converted, loss, rank, targets)
     try:
+        return _learnt(stage, batches, schedule, folder, tell, is_stopping)
+    finally:
+        original.train(was_training)
+
+
+def _learnt(
+    stage: LowRank,
+    batches: Sequence[Batch],
+    schedule: Schedule,
+    folder: Path | None,
+    tell: Tell,
+    is_stopping: Callable[[], bool],
+) -> Progress:
+    try:
         return learn(stage, batches, schedule, folder=folder, tell=tell, is_stopping=is_stopping)
     finally:
         stage.merge()
-        original.train(was_training)
