@@ -32,12 +32,12 @@ from subquad.cli import app
 from subquad.conversion import plan as plans
 from subquad.conversion.job import run
 from subquad.conversion.opening import open_config, open_model, open_tokenizer
-from subquad.conversion.plan import Plan
+from subquad.conversion.plan import STAGES, Plan
 from subquad.conversion.results import load
 from subquad.conversion.text import calibration
 from tests.conversion.conftest import CONTEXT, saved
 
-SMALL = {"length": 24, "batch": 4, "tokens": 2400, "transfer_steps": 6, "lora_steps": 6, "rank": 2}
+SMALL = {"length": 24, "batch": 4, "tokens": 2400, "transfer_steps": 6, "align_steps": 6, "lora_steps": 6, "rank": 2}
 SIZES = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 3}
 METHOD = ["--method", "hybrid", "--option", "window=2"]
 
@@ -63,19 +63,20 @@ def weights(out):
 def whole(llama, text, tmp_path_factory):
     """A conversion with every part."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    return run(plan(llama, text, repair=("transfer", "lora"), keep=1), out), out
+    return run(plan(llama, text, repair=STAGES, keep=1), out), out
 
 
 def test_the_learning_rate_falls_with_the_rank(llama, text):
     rates = {rank: plan(llama, text, rank=rank).schedule("lora").lr for rank in (2, 8, 16, 64)}
     assert rates == {2: 1e-3, 8: 1e-3, 16: 5e-4, 64: 1.25e-4}
     assert plan(llama, text, rank=64).schedule("transfer").lr == 1e-2
-    given = plan(llama, text, rank=64, transfer_lr=0.5, lora_lr=0.25)
-    assert [given.schedule(stage).lr for stage in ("transfer", "lora")] == [0.5, 0.25]
+    assert plan(llama, text, rank=64).schedule("align").lr == 1e-3
+    given = plan(llama, text, rank=64, transfer_lr=0.5, align_lr=0.125, lora_lr=0.25)
+    assert [given.schedule(stage).lr for stage in STAGES] == [0.5, 0.125, 0.25]
 
 
 def test_the_precision_of_a_repair_is_that_of_its_stages(llama, text, whole, tmp_path):
-    results = run(plan(llama, text, repair=("transfer", "lora"), keep=1, precision="bf16"), tmp_path / "out")
+    results = run(plan(llama, text, repair=STAGES, keep=1, precision="bf16"), tmp_path / "out")
     plain, _ = whole
     assert results.settings["precision"] == "bf16"
     for stage, progress in results.stages.items():
@@ -88,8 +89,8 @@ def test_the_precision_of_a_repair_is_that_of_its_stages(llama, text, whole, tmp
 
 def test_every_part_is_measured_and_written(whole, text):
     results, out = whole
-    assert list(results.diagnoses) == ["naive swap", "keep", "transfer", "lora"]
-    assert list(results.stages) == ["transfer", "lora"]
+    assert list(results.diagnoses) == ["naive swap", "keep", *STAGES]
+    assert list(results.stages) == list(STAGES)
     assert all(stage.ended == "all steps are done" for stage in results.stages.values())
     assert results.last.loss_after < results.naive.loss_after
     assert len(results.kept.layers) == 1
@@ -177,7 +178,7 @@ def test_a_model_that_needs_more_than_text(text, tmp_path):
 @pytest.mark.parametrize("cross", [[], ["--cross"]])
 def test_an_encoder_decoder(bart, text, tmp_path, cross):
     out = tmp_path / "out"
-    repair = ["--repair", "transfer,lora", "--keep", 1]
+    repair = ["--repair", ",".join(STAGES), "--keep", 1]
     done = invoke(bart, "--method", "hedgehog", *cross, "--text", text, *small(), *repair, "--out", out)
     assert done.exit_code == 0, done.output
     results = load(out / "results.json")
@@ -196,9 +197,10 @@ def test_an_encoder_decoder(bart, text, tmp_path, cross):
 
 def test_ctrl_c_anywhere_loses_nothing(whole, llama, text, tmp_path):
     results, finished = whole
-    asked = plan(llama, text, repair=("transfer", "lora"), keep=1)
+    asked = plan(llama, text, repair=STAGES, keep=1)
     seen = []
-    for part in ("loading", "diagnosing, naive", "keep search", "transfer, step 3", "lora, step 3", "diagnosing, lora"):
+    parts = ("loading", "diagnosing, naive", "keep search", *(f"{stage}, step 3" for stage in STAGES), "diagnosing, lora")
+    for part in parts:
 
         def interrupt(doing, part=part):
             seen.append(doing.what)
@@ -359,6 +361,7 @@ def places(llama, text, tmp_path):
         ("LLAMA --method linear --text TEXT --repair lora --dtype float16", "float32, bfloat16 or float64; got float16"),
         ("LLAMA --method linear --seed 99999999999999999999", "seed is a whole number from 0 to 2^31 - 1; got 9999"),
         ("LLAMA --method linear --text TEXT --repair lora --lora-lr 0", "lr is a finite number above 0; got 0.0"),
+        ("LLAMA --method linear --text TEXT --repair align --align-steps 0", "steps is a whole number of at least 1"),
         ("LLAMA --method hybrid --text TEXT --repair transfer --transfer-lr nan", "lr is a finite number above 0; got nan"),
         ("LLAMA --method linear --text TEXT --length 100", f"as many as the model was made for, {CONTEXT}; got 100"),
         ("LLAMA --method linear --text TEXT --repair lora,transfer", "any of them, once, in that order; got lora, transfer"),

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 import subquad as sq
-from subquad.conversion import Schedule, finetune, keep_softmax, transfer
+from subquad.conversion import Schedule, align, finetune, keep_softmax, transfer
+from subquad.conversion.observe import watchable
 from subquad.conversion.repair import by_rows, keep
+from subquad.conversion.repair.alignment import Align
 from tests.conversion import families
 
 SHORT = Schedule(steps=12, lr=1e-2, every=4, held_out=0.2)
@@ -60,7 +62,48 @@ def test_finetuning_lowers_its_loss_and_keeps_the_names(loss, batches):
     assert all(weight.requires_grad for weight in converted.parameters())
 
 
-@pytest.mark.parametrize("stage", [transfer, finetune])
+@pytest.mark.parametrize("targets", ["attention", "all"])
+@pytest.mark.parametrize("name", families.NAMES)
+def test_what_gives_the_same_is_aligned(name, targets):
+    """So that each attention and each layer is handed what the original's is handed, in every family."""
+    pytest.importorskip("peft")
+    original = families.model(name)
+    try:
+        converted = sq.convert(original, sq.Local(window=64), copy=True)
+    except sq.UnsupportedError as error:
+        pytest.skip(str(error))
+    with watchable(original) as teacher:
+        stage = Align(teacher, converted, targets=targets)
+        stage.train(True)
+        loss = stage.loss(families.inputs(name))
+        assert len(stage.places) == sum(found["name"] != "softmax" for found in converted.config.subquad["sites"].values())
+        assert loss < 1e-10
+        with torch.no_grad():
+            for key, weight in stage.parameters().items():
+                if "lora_B" in key:
+                    weight.normal_()
+        assert stage.loss(families.inputs(name)) > 1e-3
+
+
+@pytest.mark.parametrize("targets", ["attention", "all"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "bart"])
+def test_alignment_lowers_its_loss_and_leaves_the_rest(name, targets, batches):
+    original, converted = pair(name, "linear", keep_softmax=[0])
+    before, teacher = weights(converted), weights(original)
+    progress = align(original, converted, batches, SHORT, rank=2, targets=targets)
+    assert progress.best[1] < progress.losses[0][1]
+    assert list(converted.state_dict()) == list(before)
+    changed = {key for key, value in weights(converted).items() if not torch.equal(value, before[key])}
+    maps = {key for key in before if re.search(r"(?:layers?|h)\.[1-9]\..*weight$", key) and before[key].dim() == 2}
+    maps = {key for key in maps if "encoder_attn" not in key}  # cross-attention is still softmax
+    assert changed <= {key for key in before if ".0." not in key}
+    assert changed >= {key for key in maps if "att" in key}
+    assert targets == "all" or all("att" in key for key in changed)
+    assert all(torch.equal(value, teacher[key]) for key, value in weights(original).items())
+    assert not hasattr(original.config, "subquad")
+
+
+@pytest.mark.parametrize("stage", [transfer, align, finetune])
 def test_mixed_precision_learns_as_much_within_rounding(stage, batches):
     found = {}
     for precision in ("fp32", "bf16"):
@@ -111,7 +154,7 @@ def test_what_finetuning_changes(name, targets, batches):
     assert changed == (maps if targets == "all" else {key for key in maps if "att" in key})
 
 
-@pytest.mark.parametrize("stage", [transfer, finetune])
+@pytest.mark.parametrize("stage", [transfer, align, finetune])
 def test_a_stopped_repair_goes_on_to_the_same_weights(stage, batches, tmp_path):
     original, whole = pair()
     done = stage(original, whole, batches, SHORT)

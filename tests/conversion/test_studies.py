@@ -37,7 +37,13 @@ def study(model):
         score=lambda read, data: {"nats": pretrained.nats(read.model, [batch["input_ids"][:1] for batch in texts])},
         rows={"softmax": sq.Softmax(), "local": sq.Local(window=3), "hedgehog": sq.Hedgehog()},
         repair=repair,
-        longer={"hedgehog": replace(repair, finetune=studies.Finetune(schedule=SHORT, loss="language", rank=2, targets="all"))},
+        longer={
+            "hedgehog": replace(
+                repair,
+                align=studies.Changes(schedule=SHORT, rank=2, targets="all"),
+                finetune=studies.Finetune(schedule=SHORT, loss="language", rank=2, targets="all"),
+            )
+        },
         unrepaired=("softmax",),
     )
 
@@ -60,7 +66,7 @@ def test_every_row_at_every_stage(run):
     assert {name: list(row["stages"]) for name, row in found["rows"].items()} == {
         "softmax": ["swapped"],
         "local": ["swapped", "finetune"],
-        "hedgehog": ["swapped", "transfer", "finetune"],
+        "hedgehog": ["swapped", "transfer", "align", "finetune"],
     }
     softmax, hedgehog = found["rows"]["softmax"]["stages"], found["rows"]["hedgehog"]["stages"]
     assert softmax["swapped"]["scores"]["nats"] == pytest.approx(found["original"]["nats"], abs=1e-5)
@@ -90,8 +96,9 @@ def test_the_page(run, study):
     [line] = [line for line in text.splitlines() if line.startswith("| `hedgehog` |")]
     assert f" | {after:.3f} | " in line
     [line] = [line for line in text.splitlines() if line.startswith("| `local(window=3)` |")]
-    assert line.count("|  |") == 1  # nothing to transfer to
-    assert all(line.count("|") == 7 for line in text.splitlines() if line.startswith("|"))
+    assert "|  |  |" in line  # nothing to transfer to, and not aligned
+    assert all(line.count("|") == 9 for line in text.splitlines() if line.startswith("|"))
+    assert "- `hedgehog`: repaired from some tokens; finetuning all maps at rank 2." in text
 
 
 @pytest.mark.parametrize(

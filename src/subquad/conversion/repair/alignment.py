@@ -5,9 +5,8 @@ give the original's output:
 
     L = mean over attentions of  |y' - y|^2 / |y|^2,      or over layers of  |y' - y|^2 / |y - x|^2,  x being their input
 
-by low-rank changes of its linear maps. No layer waits for another, and no vocabulary is read, so a step costs a fraction of one
-through the whole model, and learns more: errors do not add up on the way. After Goldstein et al., 2025 (RADLADS,
-arXiv:2505.03005), who so align all weights of attention.
+by low-rank changes of its linear maps. No layer waits for another, errors do not add up on the way, and no vocabulary is read.
+After Goldstein et al., 2025 (RADLADS, arXiv:2505.03005), who so align all weights of attention.
 """
 
 from __future__ import annotations
