@@ -366,6 +366,8 @@ def places(llama, text, tmp_path):
         ("LLAMA --method linear --text TEXT --length 100", f"as many as the model was made for, {CONTEXT}; got 100"),
         ("LLAMA --method linear --text TEXT --repair lora,transfer", "any of them, once, in that order; got lora, transfer"),
         ("LLAMA --method performer --text TEXT --repair transfer", "performer learns nothing. Leave transfer out"),
+        ("LLAMA --method softmax --text TEXT --repair transfer", "softmax learns nothing. Leave transfer out"),
+        ("LLAMA --method softmax --text TEXT --repair align", "attention that is not softmax, and all of this model's is"),
         ("LLAMA --method linear --text TEXT --repair lora --loss other", "one of language, distil, embedding; got 'other'"),
         ("LLAMA --method linear --text TEXT --repair lora --lora-steps 0", "steps is a whole number of at least 1"),
         ("LLAMA --method linear --text TEXT --repair lora --minutes 0", "minutes are above 0"),

@@ -245,6 +245,10 @@ def test_refusals(batches):
         finetune(original, converted, batches, SHORT, loss="other")
     with pytest.raises(sq.OptionError, match="one of attention, all; got 'heads'"):
         finetune(original, converted, batches, SHORT, targets="heads")
+    same = sq.convert(original, "softmax", copy=True)
+    with pytest.raises(sq.UnsupportedError, match="not softmax, and all of this model's is"):
+        align(original, same, batches, SHORT)
+    assert not any("lora" in name for name in same.state_dict())
     bert, encoder = pair("bert", "linear")
     with pytest.raises(sq.InputError, match="Use embedding"):
         finetune(bert, encoder, batches, SHORT, loss="language")

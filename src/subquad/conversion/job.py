@@ -28,6 +28,7 @@ from subquad.conversion.observe import last_states
 from subquad.conversion.opening import open_config, open_model, open_tokenizer, require_convertible
 from subquad.conversion.plan import STAGES, Plan
 from subquad.conversion.repair import Progress, align, finetune, keep_softmax, transfer
+from subquad.conversion.repair.alignment import converted_sites
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import converted_layers, require_count
 from subquad.conversion.repair.lora import kind_of
@@ -105,6 +106,8 @@ def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
         require_count(plan.keep, len(converted_layers(job.converted)))
     if "transfer" in plan.repair:
         Transfer(original, job.converted)
+    if "align" in plan.repair:
+        converted_sites(job.converted)
     if {"align", "lora"} & {*plan.repair}:
         need_peft()
     if "lora" in plan.repair:

@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 
 from subquad.conversion.observe import Batch, last_states, real_tokens
 from subquad.conversion.repair.low_rank import LowRank, Targets, place
-from subquad.conversion.sites import sites
+from subquad.conversion.sites import Site, sites
 from subquad.conversion.swap import mechanisms
+from subquad.errors import UnsupportedError
 
 _TINY = 1e-9
 
@@ -37,9 +38,9 @@ class Align(LowRank):
     def __init__(
         self, original: PreTrainedModel, converted: PreTrainedModel, rank: int = 8, targets: Targets = "attention"
     ) -> None:
+        new = converted_sites(converted)
         super().__init__(original, converted, rank, targets)
         self.adds = targets == "all"  # a layer adds to what it reads
-        new = [site for site in sites(converted) if site.name in mechanisms(converted)]
         self.places = sorted({place(converted, site, targets) for site in new})
 
     def loss(self, batch: Batch) -> Tensor:
@@ -69,6 +70,17 @@ class Align(LowRank):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def converted_sites(converted: PreTrainedModel) -> list[Site]:
+    """Those that do not attend by softmax; refused where all do."""
+    found = [site for site in sites(converted) if site.name in mechanisms(converted)]
+    if not found:
+        raise UnsupportedError(
+            "alignment makes up for attention that is not softmax, and all of this model's is. Leave align out, or convert to "
+            "another method."
+        )
+    return found
 
 
 def _states(output: Any) -> Tensor:
