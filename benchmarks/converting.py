@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from subquad.models.methods import to_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks.common import command, machine, markdown, on, write
-from benchmarks.pretrained import Pretrained
+from benchmarks.pretrained import Batch, Pretrained
 from benchmarks.studies import STUDIES, Study
 
 OUT = Path(__file__).with_suffix(".json")
@@ -69,9 +70,10 @@ def run(study: Study, options: argparse.Namespace) -> None:
         return
     read = study.load(options.data)
     before = study.score(read, options.data)
+    batches = cache(lambda text: text.batches(read, options.data, options.checkpoints / study.name))
     for row in missing:
         console.print(f"{study.name}, {row}")
-        found = Measured(study, row, read, options, console).run()
+        found = Measured(study, row, read, batches(study.repair_of(row).text), options, console).run()
         models = _models(options.out)
         part = models.setdefault(study.name, {"original": before, "rows": {}})
         part["rows"][row] = {**found, **_settings(study, row), "command": line, "machine": machine()}
@@ -81,10 +83,11 @@ def run(study: Study, options: argparse.Namespace) -> None:
 class Measured:
     """One row: a converted model, and what is found of it at each stage."""
 
-    def __init__(self, study: Study, row: str, read: Pretrained, options: argparse.Namespace, console: Console) -> None:
-        self.study, self.row, self.read, self.console = study, row, read, console
+    def __init__(
+        self, study: Study, row: str, read: Pretrained, batches: list[Batch], options: argparse.Namespace, console: Console
+    ) -> None:
+        self.study, self.row, self.read, self.batches, self.console = study, row, read, batches, console
         self.data, self.folder = options.data, options.checkpoints / study.name / row
-        self.batches = study.repair_of(row).text.batches(read, options.data, self.folder.parent)
         torch.manual_seed(0)  # where maps begin at random
         self.converted = sq.convert(read.model, study.rows[row], copy=True, beyond_context=True)
         self.stages: dict[str, Any] = {}

@@ -2,29 +2,20 @@
 
 Each sequence begins with the token that begins a text, and each next token is drawn from the model's own distribution. A piece
 of it is written when it is done; started again, only what is missing is drawn.
-
-    python benchmarks/told.py --data DIR --sequences 8192
 """
 
 from __future__ import annotations
 
-import argparse
 import io
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import subquad as sq
-from subquad import files
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks import pretrained
 from benchmarks.pretrained import Pretrained
+from subquad import files
 
 PIECE = 128  # sequences
 
@@ -57,17 +48,3 @@ def _drawn(model: Any, begin: int, length: int, generator: torch.Generator) -> T
         drawn = torch.rand(PIECE, 1, generator=generator) * below[:, -1:]
         tokens.append(torch.searchsorted(below, drawn).clamp(max=below.shape[-1] - 1))
     return torch.cat(tokens, dim=1)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=os.environ.get("SUBQUAD_DATA"), help="folder with the model")
-    parser.add_argument("--sequences", type=int, default=8192)
-    parser.add_argument("--folder", type=Path, default=Path("subquad-converting/stories15m"))
-    options = parser.parse_args()
-    found = told(pretrained.stories15m(options.data), options.sequences, 256, options.folder)
-    Console().print(f"{found.numel():,} tokens in {options.folder}")
-
-
-if __name__ == "__main__":
-    main()

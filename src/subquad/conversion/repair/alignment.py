@@ -74,7 +74,8 @@ class Align(LowRank):
 
 def converted_sites(converted: PreTrainedModel) -> list[Site]:
     """Those that do not attend by softmax; refused where all do."""
-    found = [site for site in sites(converted) if site.name in mechanisms(converted)]
+    new = mechanisms(converted)
+    found = [site for site in sites(converted) if site.name in new]
     if not found:
         raise UnsupportedError(
             "alignment makes up for attention that is not softmax, and all of this model's is. Leave align out, or convert to "
