@@ -368,6 +368,7 @@ def places(llama, text, tmp_path):
         ("LLAMA --method performer --text TEXT --repair transfer", "performer learns nothing. Leave transfer out"),
         ("LLAMA --method softmax --text TEXT --repair transfer", "softmax learns nothing. Leave transfer out"),
         ("LLAMA --method softmax --text TEXT --repair align", "attention that is not softmax, and all of this model's is"),
+        ("LLAMA --method linear --text TEXT --repair align --rank 1000", "rank of a change is at most 24, the whole of the"),
         ("LLAMA --method linear --text TEXT --repair lora --loss other", "one of language, distil, embedding; got 'other'"),
         ("LLAMA --method linear --text TEXT --repair lora --lora-steps 0", "steps is a whole number of at least 1"),
         ("LLAMA --method linear --text TEXT --repair lora --minutes 0", "minutes are above 0"),

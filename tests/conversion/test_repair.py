@@ -245,6 +245,10 @@ def test_refusals(batches):
         finetune(original, converted, batches, SHORT, loss="other")
     with pytest.raises(sq.OptionError, match="one of attention, all; got 'heads'"):
         finetune(original, converted, batches, SHORT, targets="heads")
+    with pytest.raises(sq.OptionError, match="rank of a change is at most"):
+        finetune(original, converted, batches, SHORT, rank=1000)
+    with pytest.raises(sq.InputError, match="rank must be a whole number of at least 1; got 0"):
+        align(original, converted, batches, SHORT, rank=0)
     same = sq.convert(original, "softmax", copy=True)
     with pytest.raises(sq.UnsupportedError, match="not softmax, and all of this model's is"):
         align(original, same, batches, SHORT)

@@ -32,7 +32,7 @@ from subquad.conversion.repair.alignment import converted_sites
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import converted_layers, require_count
 from subquad.conversion.repair.lora import kind_of
-from subquad.conversion.repair.low_rank import need_peft, require_targets
+from subquad.conversion.repair.low_rank import changed_maps, need_peft, require_targets
 from subquad.conversion.results import FILE, KEEP, SWAP, Results, load, save
 from subquad.conversion.swap import convert
 from subquad.conversion.text import Calibration, calibration
@@ -110,6 +110,7 @@ def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
         converted_sites(job.converted)
     if {"align", "lora"} & {*plan.repair}:
         need_peft()
+        changed_maps(job.converted, plan.rank, require_targets(plan.targets))
     if "lora" in plan.repair:
         results.settings["loss"] = kind_of(job.converted, plan.loss)
     return job

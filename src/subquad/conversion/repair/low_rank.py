@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from subquad import checks
 from subquad.conversion.repair.loop import Stage
 from subquad.conversion.sites import Site, sites
 from subquad.conversion.swap import mechanisms
@@ -28,7 +29,7 @@ class LowRank(Stage):
     def __init__(self, original: PreTrainedModel, converted: PreTrainedModel, rank: int, targets: Targets) -> None:
         peft = need_peft()
         self.original, self.converted = original, converted
-        changed = _maps(converted, require_targets(targets))
+        changed = changed_maps(converted, rank, require_targets(targets))
         is_turned = any(isinstance(converted.get_submodule(name), Conv1D) for name in changed)  # GPT-2 keeps W^T
         config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=changed, fan_in_fan_out=is_turned)
         self._peft = peft
@@ -58,7 +59,7 @@ class LowRank(Stage):
 
 def require_targets(targets: str) -> Targets:
     if targets not in get_args(Targets):
-        raise OptionError(f"the targets of a low-rank finetune are one of {', '.join(get_args(Targets))}; got {targets!r}.")
+        raise OptionError(f"the targets of low-rank changes are one of {', '.join(get_args(Targets))}; got {targets!r}.")
     return cast(Targets, targets)
 
 
@@ -71,12 +72,17 @@ def place(model: PreTrainedModel, site: Site, targets: Targets) -> str:
     return around if type(model.base_model.get_submodule(around)).__name__.endswith("Attention") else site.name
 
 
-def _maps(model: PreTrainedModel, targets: Targets) -> list[str]:
-    """The linear maps that change, by their whole names."""
+def changed_maps(model: PreTrainedModel, rank: int, targets: Targets) -> list[str]:
+    """The linear maps that change, by their whole names; refused is a rank that none of them has."""
+    checks.sizes(rank=rank)
     names = {id(module): name for name, module in model.named_modules()}
     places = [model.base_model.get_submodule(place(model, site, targets)) for site in sites(model)]
     maps = {id(child) for module in places for child in module.modules() if isinstance(child, (nn.Linear, Conv1D))}
-    return sorted(names[key] for key in maps)
+    changed = sorted(names[key] for key in maps)
+    full = max(min(cast(Tensor, model.get_submodule(name).weight).shape) for name in changed)
+    if rank > full:
+        raise OptionError(f"the rank of a change is at most {full}, the whole of the largest map that changes; got {rank}.")
+    return changed
 
 
 def need_peft() -> Any:
