@@ -196,7 +196,7 @@ STUDIES = {
                     text=Text(f"stories, and {TOLD * 256:,} tokens that the original tells itself", _and_told),
                     transfer=Schedule(steps=6000, lr=2e-2, every=400, held_out=0.005, precision="bf16"),
                     align=Changes(
-                        schedule=Schedule(steps=4000, lr=2e-3, every=250, held_out=0.005, precision="bf16"),
+                        schedule=Schedule(steps=9000, lr=1e-3, every=500, held_out=0.005, precision="bf16"),
                         rank=64,
                         targets="all",
                     ),

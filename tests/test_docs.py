@@ -22,22 +22,29 @@ MODELS = (ROOT / "docs" / "models.md").read_text()
 CONVERTING = (ROOT / "docs" / "converting.md").read_text()
 
 
-def test_the_code_runs():
+def ran(page, least):
+    """The names that a page's blocks of Python leave, run one after the other."""
     names = {}
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) >= 5
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) >= least
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    assert names["state"].length == 301
+        exec(compile(block, "a page", "exec"), names)
+    return names
+
+
+def test_the_code_runs():
+    assert ran(README, 5)["state"].length == 301
 
 
 def test_the_code_about_models_runs():
-    names = {}
-    blocks = re.findall(r"```python\n(.*?)```", MODELS, flags=re.DOTALL)
-    assert len(blocks) >= 5
-    for block in blocks:
-        exec(compile(block, "docs/models.md", "exec"), names)
-    assert names["classifier"].config.num_labels == 3
+    assert ran(MODELS, 5)["classifier"].config.num_labels == 3
+
+
+def test_the_code_about_converting_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ran(CONVERTING, 1)
+    assert names["progress"].ended
+    assert (tmp_path / "checkpoints" / "lora.pt").exists()
 
 
 @pytest.mark.parametrize("name", [name for name in models.__all__ if name.startswith("SubquadFor")])

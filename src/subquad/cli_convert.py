@@ -31,12 +31,12 @@ def convert(
     length: Annotated[
         int | None, typer.Option(help="Tokens of a calibration sequence; by default 256, or the context.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 8,
-    tokens: Annotated[int, typer.Option(help="Tokens of calibration text, at most.")] = 200_000,
+    batch: Annotated[int | None, typer.Option(help="Sequences of it at a time; by default 8.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of calibration text, at most; by default 200,000.")] = None,
     repair: Annotated[str, typer.Option(help="Stages of repair, any of them in this order: transfer,align,lora.")] = "",
-    transfer_steps: Annotated[int, typer.Option(help="Steps of attention transfer, at most.")] = 300,
-    align_steps: Annotated[int, typer.Option(help="Steps of alignment, at most.")] = 300,
-    lora_steps: Annotated[int, typer.Option(help="Steps of low-rank finetuning, at most.")] = 300,
+    transfer_steps: Annotated[int | None, typer.Option(help="Steps of attention transfer, at most; by default 300.")] = None,
+    align_steps: Annotated[int | None, typer.Option(help="Steps of alignment, at most; by default 300.")] = None,
+    lora_steps: Annotated[int | None, typer.Option(help="Steps of low-rank finetuning, at most; by default 300.")] = None,
     transfer_lr: Annotated[float | None, typer.Option(help="Learning rate of attention transfer; by default 0.01.")] = None,
     align_lr: Annotated[float | None, typer.Option(help="Learning rate of alignment; by default 0.001.")] = None,
     lora_lr: Annotated[
@@ -44,11 +44,13 @@ def convert(
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of each stage, at most.")] = None,
     loss: Annotated[str | None, typer.Option(help="Of low-rank finetuning: language, distil or embedding.")] = None,
-    rank: Annotated[int, typer.Option(help="Of alignment and low-rank finetuning.")] = 8,
+    rank: Annotated[int | None, typer.Option(help="Of alignment and low-rank finetuning; by default 8.")] = None,
     targets: Annotated[
-        str, typer.Option(help="What both of these change: attention, or all linear maps of the layers.")
-    ] = "attention",
-    precision: Annotated[str, typer.Option(help="Of the repair: fp32, or bf16 for mixed precision.")] = "fp32",
+        str | None, typer.Option(help="What both of these change: attention, the default, or all linear maps of the layers.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Of the repair: fp32, the default, or bf16 for mixed precision.")
+    ] = None,
     keep: Annotated[int, typer.Option(help="Search so many layers that are best left softmax, before the repair.")] = 0,
     beyond_context: Annotated[
         bool, typer.Option("--beyond-context", help="Take prompts longer than the model's context.")

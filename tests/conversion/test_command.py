@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import sys
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,11 +33,12 @@ from subquad.conversion import plan as plans
 from subquad.conversion.job import run
 from subquad.conversion.opening import open_config, open_model, open_tokenizer
 from subquad.conversion.plan import STAGES, Plan
+from subquad.conversion.repair import Schedule
 from subquad.conversion.results import load
 from subquad.conversion.text import calibration
 from tests.conversion.conftest import CONTEXT, saved
 
-SMALL = {"length": 24, "batch": 4, "tokens": 2400, "transfer_steps": 6, "align_steps": 6, "lora_steps": 6, "rank": 2}
+TEXT = {"length": 24, "batch": 4, "tokens": 2400}
 SIZES = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 3}
 METHOD = ["--method", "hybrid", "--option", "window=2"]
 
@@ -46,13 +47,19 @@ def invoke(*words):
     return CliRunner().invoke(app, ["convert", *map(str, words)])
 
 
-def small(**more):
-    given = {**SMALL, **more}
-    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+def sizes(stages):
+    rank = {"rank": 2} if {"align", "lora"} & {*stages} else {}
+    return TEXT | {f"{stage}_steps": 6 for stage in stages} | rank
 
 
-def plan(model, text, **more):
-    return Plan(**{"model": str(model), "method": sq.Hybrid(window=2), "text": (text,), **SMALL, **more})
+def small(*stages):
+    repair = ["--repair", ",".join(stages)] if stages else []
+    return [*repair, *(word for name, value in sizes(stages).items() for word in (f"--{name.replace('_', '-')}", value))]
+
+
+def plan(model, text, repair=(), **more):
+    given = {"model": str(model), "method": sq.Hybrid(window=2), "text": (text,), "repair": repair}
+    return Plan(**{**given, **sizes(repair), **more})
 
 
 def weights(out):
@@ -66,13 +73,15 @@ def whole(llama, text, tmp_path_factory):
     return run(plan(llama, text, repair=STAGES, keep=1), out), out
 
 
-def test_the_learning_rate_falls_with_the_rank(llama, text):
-    rates = {rank: plan(llama, text, rank=rank).schedule("lora").lr for rank in (2, 8, 16, 64)}
-    assert rates == {2: 1e-3, 8: 1e-3, 16: 5e-4, 64: 1.25e-4}
-    assert plan(llama, text, rank=64).schedule("transfer").lr == 1e-2
-    assert plan(llama, text, rank=64).schedule("align").lr == 1e-3
-    given = plan(llama, text, rank=64, transfer_lr=0.5, align_lr=0.125, lora_lr=0.25)
+def test_learning_rates_are_those_of_the_stages_or_given(whole, llama, text, tmp_path):
+    results, _ = whole
+    assert {name: stage.lr for name, stage in results.stages.items()} == {"transfer": 1e-2, "align": 1e-3, "lora": 1e-3}
+    given = plan(llama, text, STAGES, transfer_lr=0.5, align_lr=0.125, lora_lr=0.25)
     assert [given.schedule(stage).lr for stage in STAGES] == [0.5, 0.125, 0.25]
+    wide = run(plan(llama, text, ("lora",), rank=16, lora_steps=1), tmp_path / "wide")
+    assert wide.stages["lora"].lr == 5e-4
+    rated = run(plan(llama, text, ("lora",), rank=16, lora_steps=1, lora_lr=0.25), tmp_path / "rated")
+    assert rated.stages["lora"].lr == 0.25
 
 
 def test_the_precision_of_a_repair_is_that_of_its_stages(llama, text, whole, tmp_path):
@@ -82,7 +91,8 @@ def test_the_precision_of_a_repair_is_that_of_its_stages(llama, text, whole, tmp
     for stage, progress in results.stages.items():
         assert progress.losses != plain.stages[stage].losses
         assert progress.losses[0][1] == pytest.approx(plain.stages[stage].losses[0][1], rel=0.05)
-    refused = invoke(llama, *METHOD, "--precision", "fp8", "--out", tmp_path / "other")
+    given = ["--text", text, "--repair", "transfer", "--precision", "fp8"]
+    refused = invoke(llama, *METHOD, *given, "--out", tmp_path / "other")
     assert "precision is fp32 or bf16; got 'fp8'" in str(refused.exception)
     assert not (tmp_path / "other").exists()
 
@@ -178,8 +188,7 @@ def test_a_model_that_needs_more_than_text(text, tmp_path):
 @pytest.mark.parametrize("cross", [[], ["--cross"]])
 def test_an_encoder_decoder(bart, text, tmp_path, cross):
     out = tmp_path / "out"
-    repair = ["--repair", ",".join(STAGES), "--keep", 1]
-    done = invoke(bart, "--method", "hedgehog", *cross, "--text", text, *small(), *repair, "--out", out)
+    done = invoke(bart, "--method", "hedgehog", *cross, "--text", text, *small(*STAGES), "--keep", 1, "--out", out)
     assert done.exit_code == 0, done.output
     results = load(out / "results.json")
     kinds = {site: found["name"] for site, found in results.conversion["sites"].items()}
@@ -250,7 +259,7 @@ def test_a_folder_of_something_else_is_left_alone(llama, text, tmp_path):
 def test_the_command_prints_the_table_and_writes_the_page(llama, text, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     out = tmp_path / "out"
-    line = [llama, *METHOD, "--text", text, *small(), "--repair", "transfer", "--report", "--out", out]
+    line = [llama, *METHOD, "--text", text, *small("transfer"), "--report", "--out", out]
     done = invoke(*line)
     assert done.exit_code == 0, done.exception
     assert "The swap takes its perplexity from" in done.stdout
@@ -280,7 +289,7 @@ def test_without_text_it_is_only_converted(bert, tmp_path):
 
 
 def test_an_encoder_is_repaired_by_its_states(bert, text, tmp_path):
-    given = ["--text", text, *small(), "--repair", "lora", "--dtype", "float64"]
+    given = ["--text", text, *small("lora"), "--dtype", "float64"]
     done = invoke(bert, "--method", "linear", *given, "--out", tmp_path)
     assert done.exit_code == 0, done.exception
     results = load(tmp_path / "results.json")
@@ -298,7 +307,7 @@ def test_ctrl_c_says_how_to_go_on(llama, text, tmp_path, monkeypatch):
         if doing.startswith("transfer, step 2"):
             signal.raise_signal(signal.SIGINT)
 
-    line = [llama, *METHOD, "--text", text, *small(), "--repair", "transfer", "--out", tmp_path]
+    line = [llama, *METHOD, "--text", text, *small("transfer"), "--out", tmp_path]
     monkeypatch.setattr(cli_parts.Bar, "show", interrupt)
     stopped = invoke(*line)
     assert stopped.exit_code == 130
@@ -361,7 +370,10 @@ def places(llama, text, tmp_path):
         ("LLAMA --method linear --text TEXT --repair lora --dtype float16", "float32, bfloat16 or float64; got float16"),
         ("LLAMA --method linear --seed 99999999999999999999", "seed is a whole number from 0 to 2^31 - 1; got 9999"),
         ("LLAMA --method linear --text TEXT --repair lora --lora-lr 0", "lr is a finite number above 0; got 0.0"),
-        ("LLAMA --method linear --text TEXT --repair align --align-steps 0", "steps is a whole number of at least 1"),
+        (
+            "LLAMA --method linear --text TEXT --repair align --align-steps 0",
+            "align: steps must be a whole number of at least 1",
+        ),
         ("LLAMA --method hybrid --text TEXT --repair transfer --transfer-lr nan", "lr is a finite number above 0; got nan"),
         ("LLAMA --method linear --text TEXT --length 100", f"as many as the model was made for, {CONTEXT}; got 100"),
         ("LLAMA --method linear --text TEXT --repair lora,transfer", "any of them, once, in that order; got lora, transfer"),
@@ -370,10 +382,27 @@ def places(llama, text, tmp_path):
         ("LLAMA --method softmax --text TEXT --repair align", "attention that is not softmax, and all of this model's is"),
         ("LLAMA --method linear --text TEXT --repair align --rank 1000", "rank of a change is at most 24, the whole of the"),
         ("LLAMA --method linear --text TEXT --repair lora --loss other", "one of language, distil, embedding; got 'other'"),
-        ("LLAMA --method linear --text TEXT --repair lora --lora-steps 0", "steps is a whole number of at least 1"),
+        ("LLAMA --method linear --text TEXT --repair lora --lora-steps 0", "lora: steps must be a whole number of at"),
         ("LLAMA --method linear --text TEXT --repair lora --minutes 0", "minutes are above 0"),
         ("LLAMA --method linear --text TEXT --keep 3", "between 1 and 2 of the 3 converted layers"),
-        ("LLAMA --method linear --batch 0", "batch must be a whole number of at least 1"),
+        ("LLAMA --method linear --text TEXT --batch 0", "batch must be a whole number of at least 1"),
+        ("LLAMA --method linear --tokens 500 --batch 2", "--batch, --tokens: of calibration text, and there is none"),
+        (
+            "LLAMA --method linear --align-steps 5",
+            "--align-steps is read by align, and there is no such stage in this repair (none)",
+        ),
+        (
+            "LLAMA --method hybrid --text TEXT --repair transfer --rank 4",
+            "--rank is read by align and lora, and there is no such",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair align --loss distil",
+            "--loss is read by lora, and there is no such stage",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --minutes 5",
+            "--minutes is read by transfer and align and lora, and there is no such",
+        ),
     ],
 )
 def test_refusals_write_nothing(line, said, places):
@@ -456,8 +485,7 @@ def test_a_missing_extra_is_known_before_anything_is_done(llama, text, tmp_path,
 def test_the_examples_of_help_work(llama, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(plans, "TRANSFER", replace(plans.TRANSFER, patience=1, every=2))
-    monkeypatch.setattr(plans, "FINETUNE", replace(plans.FINETUNE, patience=1, every=2))
+    monkeypatch.setattr(plans, "Schedule", partial(Schedule, patience=1, every=2))
     Path("model").symlink_to(llama)
     Path("text.txt").write_bytes(lzma.decompress(text.read_bytes()))
     for example in (

@@ -187,7 +187,7 @@ def test_a_repair_with_other_settings_does_not_go_on(batches, tmp_path):
 def test_it_stops_early_and_keeps_the_best(batches):
     original, converted = pair()
     progress = transfer(original, converted, batches, Schedule(steps=500, lr=30.0, every=1, patience=3, held_out=0.2))
-    assert progress.ended == "no better for 3 looks"
+    assert progress.ended.startswith("no better for 3 looks")
     assert progress.step < 500
     again = transfer(original, converted, batches, replace(SHORT, steps=1))
     assert again.losses[0][1] == pytest.approx(progress.best[1], rel=1e-6)
@@ -257,7 +257,60 @@ def test_refusals(batches):
     with pytest.raises(sq.InputError, match="Use embedding"):
         finetune(bert, encoder, batches, SHORT, loss="language")
     assert not any("lora" in name for name in encoder.state_dict())
-    with pytest.raises(sq.InputError, match="steps is a whole number"):
-        Schedule(steps=0)
-    with pytest.raises(sq.InputError, match="precision is fp32 or bf16; got 'fp8'"):
-        Schedule(precision="fp8")
+    with pytest.raises(sq.InputError, match=r"is a Schedule, such as Schedule\(steps=300\); got 5"):
+        align(original, converted, batches, 5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"steps": 0}, "steps must be a whole number of at least 1; got 0"),
+        ({"steps": "9"}, "steps must be a whole number of at least 1; got '9'"),
+        ({"every": 0}, "every must be a whole number of at least 1; got 0"),
+        ({"patience": 0.5}, "patience must be a whole number of at least 1; got 0.5"),
+        ({"lr": "0.1"}, "lr is a finite number above 0; got '0.1'"),
+        ({"lr": float("nan")}, "lr is a finite number above 0; got nan"),
+        ({"minutes": -1}, "minutes are above 0; got -1"),
+        ({"held_out": 1}, "held_out is a share from 0 to below 1; got 1"),
+        ({"seed": 1.5}, "seed is a whole number from 0"),
+        ({"precision": "fp8"}, "precision is fp32 or bf16; got 'fp8'"),
+    ],
+)
+def test_no_schedule(wrong, said):
+    with pytest.raises(sq.InputError, match=re.escape(said)):
+        Schedule(**wrong)
+
+
+def test_a_stage_has_its_own_learning_rate_and_looks(batches):
+    """Whatever else its schedule says."""
+    few = Schedule(steps=1, held_out=0.2)
+    found = {}
+    for rank in (2, 8, 16):
+        original, converted = pair()
+        found[rank] = [transfer(original, converted, batches, few).lr]
+        found[rank] += [stage(original, converted, batches, few, rank=rank).lr for stage in (align, finetune)]
+    assert found == {2: [1e-2, 1e-3, 1e-3], 8: [1e-2, 1e-3, 1e-3], 16: [1e-2, 1e-3, 5e-4]}
+    assert [Schedule(steps=steps).looks_every for steps in (1, 12, 299, 300, 5000)] == [1, 2, 49, 50, 50]
+
+
+def test_what_gained_nothing_says_so(batches):
+    original, converted = pair()
+    before = weights(converted)
+    progress = transfer(original, converted, iter(batches), replace(SHORT, lr=30.0))
+    assert progress.ended == "all steps are done; nothing was gained, the weights are those of before"
+    assert all(torch.equal(value, before[key]) for key, value in weights(converted).items())
+    assert all(weight.grad is None for weight in converted.parameters())
+
+
+@pytest.mark.parametrize("stage", [align, finetune])
+def test_reverting_what_was_finetuned_warns(stage, batches, tmp_path):
+    original, converted = pair()
+    stage(original, converted, batches, SHORT, rank=2, folder=str(tmp_path / "checkpoints"))
+    converted.save_pretrained(tmp_path / "model")
+    loaded = type(converted).from_pretrained(tmp_path / "model")
+    for model in (converted, loaded):
+        with pytest.warns(UserWarning, match="with softmax it is not the original"):
+            sq.revert(model)
+    original, converted = pair()
+    transfer(original, converted, batches, SHORT)
+    assert all(torch.equal(value, original.state_dict()[key]) for key, value in sq.revert(converted).state_dict().items())

@@ -28,8 +28,8 @@ def diagnosis(scale, loss, sites=SITES, has_weights=True):
 def made_up():
     """A conversion of three layers, one of which was put back to softmax, with both stages."""
     stages = {
-        "transfer": Progress("transfer", 6, 6, 75.0, 0.2, [(0, 0.5), (3, 0.3), (6, 0.2)], "all steps are done"),
-        "lora": Progress("lora", 6, 4, 30.0, 2.1, [(0, 2.6), (4, 2.2)], "1 minutes are over"),
+        "transfer": Progress("transfer", 6, 1e-2, 6, 75.0, 0.2, [(0, 0.5), (3, 0.3), (6, 0.2)], "all steps are done"),
+        "lora": Progress("lora", 6, 5e-4, 4, 30.0, 2.1, [(0, 2.6), (4, 2.2)], "1 minutes are over"),
     }
     diagnoses = {
         "naive swap": diagnosis(1.0, 4.0),
@@ -75,7 +75,11 @@ def test_the_table_goes_from_the_original_to_the_last_part():
 def test_the_headline_says_what_was_lost_and_what_came_back():
     what = "LlamaForCausalLM with hybrid in 2 of its 3 attentions."
     change = "The swap takes its perplexity from 7.39 to 54.6"
-    assert headline(made_up()) == f"{what} {change}; after low-rank finetuning the perplexity is 9.49."
+    kept = "The swap takes its perplexity from 7.39 to 33.1"
+    assert headline(made_up()) == f"{what} {kept}; after low-rank finetuning the perplexity is 9.49."
+    better = made_up()
+    better.diagnoses["lora"] = diagnosis(0.5, 1.5, SITES[:2])
+    assert headline(better).endswith("the perplexity is 4.48, less than the original's: it has learnt the text, too.")
     assert headline(swapped()) == f"{what} {change}."
     assert headline(replace(made_up(), diagnoses={})) == f"{what} Nothing was measured: there was no text."
     encoder = replace(made_up(), diagnoses={"naive swap": diagnosis(1.0, None), "lora": diagnosis(0.5, None)})

@@ -32,7 +32,7 @@ from subquad.conversion.repair.alignment import converted_sites
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import converted_layers, require_count
 from subquad.conversion.repair.lora import kind_of
-from subquad.conversion.repair.low_rank import changed_maps, need_peft, require_targets
+from subquad.conversion.repair.low_rank import changed_maps, need_peft
 from subquad.conversion.results import FILE, KEEP, SWAP, Results, load, save
 from subquad.conversion.swap import convert
 from subquad.conversion.text import Calibration, calibration
@@ -90,8 +90,8 @@ def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
     text = None
     if plan.text:
         text = calibration(
-            original, tokenizer, plan.text, length=plan.length, batch=plan.batch, tokens=plan.tokens,
-            is_learnt=bool(plan.repair or plan.keep), is_beyond_allowed=plan.beyond_context,
+            original, tokenizer, plan.text, **plan.calibration(), is_learnt=bool(plan.repair or plan.keep),
+            is_beyond_allowed=plan.beyond_context,
         )  # fmt: skip
         _require_reads(original, text)
     results = Results(
@@ -110,7 +110,7 @@ def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
         converted_sites(job.converted)
     if {"align", "lora"} & {*plan.repair}:
         need_peft()
-        changed_maps(job.converted, plan.rank, require_targets(plan.targets))
+        changed_maps(job.converted, **plan.changes())
     if "lora" in plan.repair:
         results.settings["loss"] = kind_of(job.converted, plan.loss)
     return job
@@ -230,12 +230,11 @@ class _Job:
     def _repair(self, stage: str) -> None:
         """A finished stage takes its weights from its checkpoint."""
         assert self.text is not None
-        changes: dict[str, Any] = {"rank": self.plan.rank, "targets": require_targets(self.plan.targets)}
         learn: Any = transfer
         if stage == "align":
-            learn = partial(align, **changes)
+            learn = partial(align, **self.plan.changes())
         elif stage == "lora":
-            learn = partial(finetune, loss=kind_of(self.converted, self.plan.loss), **changes)
+            learn = partial(finetune, loss=kind_of(self.converted, self.plan.loss), **self.plan.changes())
 
         def told(progress: Progress) -> None:
             known = self.results.stages.get(stage)
@@ -252,6 +251,7 @@ class _Job:
             self.original, self.converted, self.text.learnt, self.plan.schedule(stage),
             folder=self.out / REPAIR, tell=told, is_stopping=lambda: self.stop.is_asked,
         )  # fmt: skip
+        self.results.conversion = self.converted.config.subquad
         self._save()
         if self.stop.is_asked and not self.results.stages[stage].ended:
             raise KeyboardInterrupt

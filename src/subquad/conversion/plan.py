@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from subquad import checks
-from subquad.conversion.repair import ALIGN, FINETUNE, TRANSFER, Schedule
-from subquad.conversion.repair.low_rank import require_targets
+from subquad.conversion.repair import Schedule
+from subquad.conversion.repair.low_rank import RANK, require_targets
 from subquad.conversion.swap import Layers
 from subquad.conversion.text import Calibration
 from subquad.errors import InputError
 from subquad.mechanisms import Config
 from subquad.registry import resolve
-from subquad.training.precision import Precision, require_precision
+from subquad.training.precision import Precision
 
 STAGES = ("transfer", "align", "lora")
-_RANK = 8  # up to which the usual learning rate is that of low-rank finetuning
-_LOOKS = 6  # at held-out batches in a stage, at least
+_LOW_RANK = ("align", "lora")
+_READ_BY = {  # options, and the stages of which one must be there for them to mean anything
+    **{f"{stage}_{name}": (stage,) for stage in STAGES for name in ("steps", "lr")},
+    "loss": ("lora",),
+    "rank": _LOW_RANK,
+    "targets": _LOW_RANK,
+    "minutes": STAGES,
+    "precision": STAGES,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to do.
+    """What to do; None is the usual.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
@@ -49,21 +56,21 @@ class Plan:
     beyond_context: bool = False
     text: tuple[Path, ...] = ()
     length: int | None = None
-    batch: int = 8
-    tokens: int = 200_000
+    batch: int | None = None
+    tokens: int | None = None
     repair: tuple[str, ...] = ()
     keep: int = 0
-    transfer_steps: int = TRANSFER.steps
-    align_steps: int = ALIGN.steps
-    lora_steps: int = FINETUNE.steps
+    transfer_steps: int | None = None
+    align_steps: int | None = None
+    lora_steps: int | None = None
     transfer_lr: float | None = None
     align_lr: float | None = None
     lora_lr: float | None = None
     minutes: float | None = None
     loss: str | None = None
-    rank: int = _RANK
-    targets: str = "attention"
-    precision: Precision = "fp32"
+    rank: int | None = None
+    targets: str | None = None
+    precision: Precision | None = None
     dtype: str = "float32"
     seed: int = 0
     threads: int | None = None
@@ -71,18 +78,21 @@ class Plan:
     def check(self) -> None:
         """Refuse what no conversion can be."""
         resolve(self.method)
-        checks.sizes(batch=self.batch, tokens=self.tokens, rank=self.rank)
-        require_targets(self.targets)
-        require_precision(self.precision)
+        checks.sizes(**self.calibration("batch", "tokens"))
         if self.keep < 0:
             raise InputError(f"keep is how many layers stay softmax, at least 0; got {self.keep}.")
         if self.repair != tuple(stage for stage in STAGES if stage in self.repair):
             raise InputError(
                 f"a repair has the stages {', '.join(STAGES)}, any of them, once, in that order; got {', '.join(self.repair)}."
             )
-        if self.minutes is not None and not self.minutes > 0:
-            raise InputError(f"minutes are above 0; got {self.minutes:g}.")
+        for name, stages in _READ_BY.items():
+            if getattr(self, name) is not None and not {*stages} & {*self.repair}:
+                raise InputError(
+                    f"{_option(name)} is read by {' and '.join(stages)}, and there is no such stage in this repair "
+                    f"({', '.join(self.repair) or 'none'}). Leave it out, or add the stage to --repair."
+                )
         checks.seed(self.seed)
+        checks.sizes(rank=self.changes()["rank"])
         for stage in self.repair:
             self.schedule(stage)
         if self.repair and self.dtype == "float16":
@@ -92,30 +102,40 @@ class Plan:
             )
         if (self.repair or self.keep) and not self.text:
             raise InputError("a repair and a keep search learn from calibration text; got none. Pass --text FILE.")
+        if not self.text and (named := self.calibration()):
+            raise InputError(f"{', '.join(map(_option, named))}: of calibration text, and there is none. Pass --text FILE.")
+
+    def calibration(self, *names: str) -> dict[str, int]:
+        """What is asked of the text, of these names or all."""
+        asked = {name: getattr(self, name) for name in names or ("length", "batch", "tokens")}
+        return {name: value for name, value in asked.items() if value is not None}
+
+    def changes(self) -> dict[str, Any]:
+        """Of alignment and of low-rank finetuning."""
+        rank = RANK if self.rank is None else self.rank
+        return {"rank": rank, "targets": require_targets("attention" if self.targets is None else self.targets)}
 
     def schedule(self, stage: str) -> Schedule:
         """Of a stage of repair."""
-        usual, steps, asked = {
-            "transfer": (TRANSFER, self.transfer_steps, self.transfer_lr),
-            "align": (ALIGN, self.align_steps, self.align_lr),
-            "lora": (FINETUNE, self.lora_steps, self.lora_lr),
-        }[stage]
-        # A change is a sum over ranks, so a step of it grows with their number; through all layers that does harm.
-        rate = usual.lr * (min(1.0, _RANK / self.rank) if stage == "lora" else 1.0)
-        every = max(1, min(usual.every, steps // _LOOKS))
-        return replace(
-            usual,
-            steps=steps,
-            lr=rate if asked is None else asked,
-            every=every,
-            minutes=self.minutes,
-            seed=self.seed,
-            precision=self.precision,
-        )
+        given = {"steps": getattr(self, f"{stage}_steps"), "lr": getattr(self, f"{stage}_lr"), "precision": self.precision}
+        asked = {name: value for name, value in given.items() if value is not None}
+        try:
+            return Schedule(minutes=self.minutes, seed=self.seed, **asked)
+        except InputError as error:
+            raise InputError(f"{stage}: {error}") from None
 
     def identity(self, text: Calibration | None) -> dict[str, Any]:
         """What must be the same for a run to go on: all that changes the weights or the figures."""
         free = ("method", "text", "minutes", "threads")
         settings = {name: value for name, value in asdict(self).items() if name not in free}
+        if {*_LOW_RANK} & {*self.repair}:
+            settings |= self.changes()
+        for stage in self.repair:
+            schedule = self.schedule(stage)
+            settings |= {f"{stage}_steps": schedule.steps, "precision": schedule.precision}
         lists = {name: list(value) for name, value in settings.items() if isinstance(value, tuple)}
         return {**settings, **lists, "text": None if text is None else text.fingerprint()}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -24,6 +24,7 @@ class Record:
         cache_layers: of a cache for it; 0 if it has none.
         context: tokens that the model was made for, or None where nothing limits them.
         is_beyond_allowed: whether longer prompts are taken.
+        has_other_weights: a repair has changed weights that the model had before.
     """
 
     sites: dict[str, Any] = field(default_factory=dict)
@@ -31,6 +32,7 @@ class Record:
     cache_layers: int = 0
     context: int | None = None
     is_beyond_allowed: bool = False
+    has_other_weights: bool = False
     version: int = VERSION
 
     def configs(self) -> dict[str, Config]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy as copying
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -80,8 +81,17 @@ def convert(
 
 
 def revert(model: Model) -> Model:
-    """The model with its own attention again, as it was before `convert`; what was learned in the new maps is gone."""
+    """The model with its own attention again, as it was before `convert`; what was learned in the new maps is gone.
+
+    Weights that `align` or `finetune` have changed stay so, with a warning: that model is not the original.
+    """
     conversion = records.of(model)
+    if conversion.has_other_weights:
+        warnings.warn(
+            "a low-rank repair has changed weights of this model for its mechanisms. They stay so: with softmax it is not the "
+            "original. Load that again, or keep it: subquad.convert(model, method, copy=True).",
+            stacklevel=2,
+        )
     for site in sites(model):
         delattr(site.module, NAME)
     stop_caching(model)

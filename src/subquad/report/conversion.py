@@ -25,7 +25,7 @@ def headline(results: Results) -> str:
     sites = list(results.conversion["sites"].values())
     count = sum(site["name"] == results.method for site in sites)
     what = f"{results.architecture} with {results.method} in {count} of its {len(sites)} attentions."
-    naive, last = results.naive, results.last
+    naive, last = results.diagnoses.get(KEEP, results.naive), results.last
     if naive is None or last is None:
         return f"{what} Nothing was measured: there was no text."
     if naive.perplexity_before is not None and naive.perplexity_after is not None:
@@ -37,7 +37,8 @@ def headline(results: Results) -> str:
         change = f"The swap leaves its last hidden states at a cosine of {swapped} to the original's"
     if last is naive:
         return f"{what} {change}."
-    return f"{what} {change}; after {_words(list(results.diagnoses)[-1])} the {figure} is {repaired}."
+    learnt = ", less than the original's: it has learnt the text, too" if _has_learnt_text(results) else ""
+    return f"{what} {change}; after {_words(list(results.diagnoses)[-1])} the {figure} is {repaired}{learnt}."
 
 
 def summary(results: Results) -> Table:
@@ -157,13 +158,22 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         "tokens learnt from": f"{text.get('learnt_from', 0):,}",
     }
     settings = {name: value for name, value in results.settings.items() if name not in ("model", "text")}
-    stages = {f"{name} ended": stage.ended for name, stage in results.stages.items()}
+    stages = {f"{name} learning rate": f"{stage.lr:g}" for name, stage in results.stages.items()}
+    stages |= {f"{name} ended": stage.ended for name, stage in results.stages.items()}
     facts = {**about, **settings, **stages, **results.machine, "command": results.command}
     return [(name.replace("_", " "), _said(value)) for name, value in facts.items() if value not in (None, "", [])]
 
 
 def _said(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _has_learnt_text(results: Results) -> bool:
+    """A language loss below the original's says nothing of fidelity."""
+    after = results.diagnoses.get("lora")
+    if results.settings.get("loss") != "language" or after is None or after.loss_after is None or after.loss_before is None:
+        return False
+    return after.loss_after < after.loss_before
 
 
 def _words(part: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -14,34 +14,33 @@ from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import Kept, keep_softmax
 from subquad.conversion.repair.loop import Progress, Schedule, Tell, learn
 from subquad.conversion.repair.lora import Lora, Loss
-from subquad.conversion.repair.low_rank import LowRank, Targets
+from subquad.conversion.repair.low_rank import RANK, LowRank, Targets
+from subquad.errors import InputError
 
 __all__ = ["Kept", "Progress", "Schedule", "align", "finetune", "keep_softmax", "transfer"]
 
-TRANSFER = Schedule(steps=300, lr=1e-2)
-ALIGN = Schedule(steps=300, lr=1e-3)
-FINETUNE = Schedule(steps=300, lr=1e-3)
+_USUAL = Schedule()
 
 
 def transfer(
     original: PreTrainedModel,
     converted: PreTrainedModel,
-    batches: Sequence[Batch],
-    schedule: Schedule = TRANSFER,
+    batches: Iterable[Batch],
+    schedule: Schedule = _USUAL,
     *,
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     tell: Tell = lambda progress: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> Progress:
     """Attention transfer: the new maps of `converted` learn what `original`'s attention gives. See `Transfer`.
 
     Args:
+        batches: inputs of the model, such as {"input_ids": …}; some are held out, see `Schedule`.
         folder: for checkpoints; the same call goes on from one.
-        tell: called after each step.
-        is_stopping: asked after each step.
+        tell: called after each step with the progress.
+        is_stopping: asked after each step; True writes a checkpoint and returns.
     """
-    require_tokens(batches)
-    require_pair(original, converted)
+    batches = _required(original, converted, batches, schedule)
     with watchable(original) as teacher:
         return learn(Transfer(teacher, converted), batches, schedule, folder=folder, tell=tell, is_stopping=is_stopping)
 
@@ -49,23 +48,22 @@ def transfer(
 def align(
     original: PreTrainedModel,
     converted: PreTrainedModel,
-    batches: Sequence[Batch],
-    schedule: Schedule = ALIGN,
+    batches: Iterable[Batch],
+    schedule: Schedule = _USUAL,
     *,
-    rank: int = 8,
+    rank: int = RANK,
     targets: Targets = "attention",
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     tell: Tell = lambda progress: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> Progress:
     """Low-rank finetuning of each attention, or layer, by itself, merged into the weights at the end. See `Align`.
 
-    Args:
+    Args as in `transfer`, and:
         rank: of the changes.
         targets: what changes, and what gives the original's output: each attention, or "all" of each layer.
     """
-    require_tokens(batches)
-    require_pair(original, converted)
+    batches = _required(original, converted, batches, schedule)
     with watchable(original) as teacher:
         return _learnt(Align(teacher, converted, rank, targets), batches, schedule, folder, tell, is_stopping)
 
@@ -73,25 +71,24 @@ def align(
 def finetune(
     original: PreTrainedModel,
     converted: PreTrainedModel,
-    batches: Sequence[Batch],
-    schedule: Schedule = FINETUNE,
+    batches: Iterable[Batch],
+    schedule: Schedule = _USUAL,
     *,
     loss: Loss | None = None,
-    rank: int = 8,
+    rank: int = RANK,
     targets: Targets = "attention",
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     tell: Tell = lambda progress: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> Progress:
     """Low-rank finetuning of `converted`, merged into its weights at the end. See `Lora`.
 
-    Args:
+    Args as in `transfer`, and:
         loss: "language", "distil" or "embedding"; by default the first for causal language models, the last for others.
         rank: of the changes.
         targets: what changes: the projections of attention, or "all" linear maps of the layers.
     """
-    require_tokens(batches)
-    require_pair(original, converted)
+    batches = _required(original, converted, batches, schedule)
     was_training = original.training
     stage = Lora(original.eval(), converted, loss, rank, targets)
     try:
@@ -100,11 +97,23 @@ def finetune(
         original.train(was_training)
 
 
+def _required(
+    original: PreTrainedModel, converted: PreTrainedModel, batches: Iterable[Batch], schedule: Schedule
+) -> Sequence[Batch]:
+    """The batches, if a repair can be made of all this."""
+    if not isinstance(schedule, Schedule):
+        raise InputError(f"the schedule of a stage is a Schedule, such as Schedule(steps=300); got {schedule!r}.")
+    found = batches if isinstance(batches, Sequence) else list(batches)
+    require_tokens(found)
+    require_pair(original, converted)
+    return found
+
+
 def _learnt(
     stage: LowRank,
     batches: Sequence[Batch],
     schedule: Schedule,
-    folder: Path | None,
+    folder: str | Path | None,
     tell: Tell,
     is_stopping: Callable[[], bool],
 ) -> Progress:

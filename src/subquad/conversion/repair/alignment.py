@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from subquad.conversion.observe import Batch, last_states, real_tokens
-from subquad.conversion.repair.low_rank import LowRank, Targets, place
+from subquad.conversion.repair.low_rank import RANK, LowRank, Targets, place
 from subquad.conversion.sites import Site, sites
 from subquad.conversion.swap import mechanisms
 from subquad.errors import UnsupportedError
@@ -33,10 +33,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any], Tensor]  # what a module was given
 class Align(LowRank):
     """Of `converted`, by `original` made watchable."""
 
-    name = "align"
+    name, lr = "align", 1e-3
 
     def __init__(
-        self, original: PreTrainedModel, converted: PreTrainedModel, rank: int = 8, targets: Targets = "attention"
+        self, original: PreTrainedModel, converted: PreTrainedModel, rank: int = RANK, targets: Targets = "attention"
     ) -> None:
         new = converted_sites(converted)
         super().__init__(original, converted, rank, targets)

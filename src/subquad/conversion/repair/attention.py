@@ -27,7 +27,7 @@ _TINY = 1e-9
 class Transfer(Stage):
     """Of `converted`, by `original` made watchable."""
 
-    name = "transfer"
+    name, lr = "transfer", 1e-2
 
     def __init__(self, original: PreTrainedModel, converted: PreTrainedModel) -> None:
         self.original = original

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad import files
+from subquad import checks, files
 from subquad.conversion.observe import Batch
 from subquad.errors import InputError
 from subquad.training.precision import Precision, mixed_precision, require_precision
 
 _CLIP = 1.0
 _WARMUP = 0.05  # share of the steps
+_EVERY = 50  # steps between two looks, at most
+_LOOKS = 6  # in a stage, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,34 +35,40 @@ class Schedule:
 
     Args:
         steps: at most.
-        lr: at its highest; then a cosine down to 0.
+        lr: at its highest; then a cosine down to 0. None is the stage's own.
         minutes: after which it stops, whatever the steps; None for no limit.
-        every: steps between two looks at the held-out batches, each with a checkpoint.
+        every: steps between two looks at the held-out batches, each with a checkpoint; None is 50, or a sixth of the steps
+            where they are fewer than 300.
         patience: how many looks without a better loss end the stage.
         held_out: share of the batches that is not learnt from.
         seed: of the order of batches.
         precision: "fp32" to compute in that of the weights, or "bf16" for autocast.
     """
 
-    steps: int = 400
-    lr: float = 1e-2
+    steps: int = 300
+    lr: float | None = None
     minutes: float | None = None
-    every: int = 50
+    every: int | None = None
     patience: int = 4
     held_out: float = 0.1
     seed: int = 0
     precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "every", "patience"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} is a whole number of at least 1; got {value!r}.")
-        if not 0 < self.lr < math.inf:
+        checks.sizes(steps=self.steps, patience=self.patience)
+        checks.sizes(every=self.looks_every)
+        if self.lr is not None and not (_is_number(self.lr) and 0 < self.lr < math.inf):
             raise InputError(f"lr is a finite number above 0; got {self.lr!r}.")
-        if not 0 <= self.held_out < 1:
+        if self.minutes is not None and not (_is_number(self.minutes) and self.minutes > 0):
+            raise InputError(f"minutes are above 0; got {self.minutes!r}.")
+        if not (_is_number(self.held_out) and 0 <= self.held_out < 1):
             raise InputError(f"held_out is a share from 0 to below 1; got {self.held_out!r}.")
+        checks.seed(self.seed)
         require_precision(self.precision)
+
+    @property
+    def looks_every(self) -> int:
+        return max(1, min(_EVERY, self.steps // _LOOKS)) if self.every is None else self.every
 
 
 @dataclass
@@ -68,12 +76,14 @@ class Progress:
     """Where a stage is.
 
     Args:
+        lr: the learning rate at its highest.
         losses: (step, loss on held-out batches), the first before any step.
         ended: why, once it has.
     """
 
     stage: str
     steps: int
+    lr: float
     step: int = 0
     seconds: float = 0.0
     loss: float = math.nan  # of the last step
@@ -90,6 +100,7 @@ class Stage(ABC):
     """What is learnt, and from what."""
 
     name: str
+    lr: float  # the usual learning rate at its highest
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -112,7 +123,7 @@ def learn(
     batches: Sequence[Batch],
     schedule: Schedule,
     *,
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     tell: Tell = lambda progress: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> Progress:
@@ -123,10 +134,12 @@ def learn(
         tell: called after each step.
         is_stopping: asked after each step; a checkpoint is written first. The stage is then not `ended`.
     """
+    folder = None if folder is None else Path(folder)
     held, learnt = _split(batches, schedule)
     weights = stage.parameters()
-    optimizer = torch.optim.AdamW(weights.values(), lr=schedule.lr, weight_decay=0.0)
-    run = _Run(stage, schedule, weights, optimizer, Progress(stage.name, schedule.steps), {}, len(learnt))
+    lr = stage.lr if schedule.lr is None else schedule.lr
+    optimizer = torch.optim.AdamW(weights.values(), lr=lr, weight_decay=0.0)
+    run = _Run(stage, schedule, weights, optimizer, Progress(stage.name, schedule.steps, lr), {}, len(learnt))
     run.load(folder)
     progress, begun = run.progress, time.monotonic() - run.progress.seconds
     if not progress.losses:
@@ -136,14 +149,15 @@ def learn(
         progress.seconds = time.monotonic() - begun
         is_late = schedule.minutes is not None and progress.seconds > 60 * schedule.minutes
         is_stopped = is_stopping()
-        if progress.step % schedule.every == 0 or progress.step >= schedule.steps or is_late:
+        if progress.step % schedule.looks_every == 0 or progress.step >= schedule.steps or is_late:
             run.look(held)
             progress.ended = run.why_end(is_late)
-        if progress.step % schedule.every == 0 or progress.ended or is_stopped:
+        if progress.step % schedule.looks_every == 0 or progress.ended or is_stopped:
             run.save(folder)
         tell(progress)
         if is_stopped:
             break
+    optimizer.zero_grad()
     if progress.ended:
         run.take_best()
     return progress
@@ -163,7 +177,7 @@ class _Run:
         step = self.progress.step
         torch.manual_seed(self.schedule.seed * 1_000_003 + step)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.lr * _share(step, self.schedule.steps)
+            group["lr"] = self.progress.lr * _share(step, self.schedule.steps)
         self.stage.train(True)
         self.optimizer.zero_grad()
         loss = self._loss(batches[_order(step // self.count, self.count, self.schedule.seed)[step % self.count]])
@@ -173,7 +187,7 @@ class _Run:
         if not math.isfinite(self.progress.loss):
             raise InputError(
                 f"{self.stage.name}: the loss is {self.progress.loss} at step {step + 1}; choose a lower learning rate "
-                f"than {self.schedule.lr:g}."
+                f"than {self.progress.lr:g}."
             )
         self.optimizer.step()
         self.progress.step += 1
@@ -196,10 +210,14 @@ class _Run:
         looks = [loss for _, loss in self.progress.losses]
         since = len(looks) - 1 - looks.index(min(looks))
         if self.progress.step >= self.schedule.steps:
-            return "all steps are done"
-        if is_late:
-            return f"{self.schedule.minutes:g} minutes are over"
-        return f"no better for {since} looks" if since >= self.schedule.patience else ""
+            why = "all steps are done"
+        elif is_late:
+            why = f"{self.schedule.minutes:g} minutes are over"
+        elif since >= self.schedule.patience:
+            why = f"no better for {since} looks"
+        else:
+            return ""
+        return f"{why}; nothing was gained, the weights are those of before" if self.progress.best[0] == 0 else why
 
     @torch.no_grad()
     def take_best(self) -> None:
@@ -249,6 +267,7 @@ class _Run:
         """What must be the same for a stage to go on."""
         shapes = {name: list(weight.shape) for name, weight in self.weights.items()}
         settings = {name: value for name, value in asdict(self.schedule).items() if name != "minutes"}
+        settings |= {"lr": self.progress.lr, "every": self.schedule.looks_every}
         return {"stage": self.stage.name, **settings, "batches": self.count, "weights": shapes}
 
 
@@ -261,6 +280,10 @@ def _split(batches: Sequence[Batch], schedule: Schedule) -> tuple[Sequence[Batch
             f"held_out={schedule.held_out:g}. Pass more text."
         )
     return batches[:held], batches[held:]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _order(epoch: int, count: int, seed: int) -> list[int]:

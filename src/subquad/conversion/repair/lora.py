@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from subquad.conversion.observe import Batch, is_causal_lm, last_states, real_tokens
 from subquad.conversion.repair.by_rows import cross_entropy, divergence, mean_loss
-from subquad.conversion.repair.low_rank import LowRank, Targets
+from subquad.conversion.repair.low_rank import RANK, LowRank, Targets
 from subquad.errors import InputError, OptionError
 
 Loss = Literal["language", "distil", "embedding"]
@@ -26,18 +26,20 @@ Loss = Literal["language", "distil", "embedding"]
 class Lora(LowRank):
     """Of `converted`, by the original or by the text."""
 
-    name = "lora"
+    name, lr = "lora", 1e-3
 
     def __init__(
         self,
         original: PreTrainedModel,
         converted: PreTrainedModel,
         loss: Loss | None = None,
-        rank: int = 8,
+        rank: int = RANK,
         targets: Targets = "attention",
     ) -> None:
         self.kind = kind_of(converted, loss)
         super().__init__(original, converted, rank, targets)
+        # A change is a sum over ranks, so a step of it grows with their number; through all layers that does harm.
+        self.lr *= min(1.0, RANK / rank)
 
     def loss(self, batch: Batch) -> Tensor:
         after = last_states(self.converted, batch)

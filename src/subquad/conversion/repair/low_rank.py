@@ -6,6 +6,7 @@ of the layers. What the mechanisms learn goes on learning beside them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from subquad import checks
+from subquad.conversion import record as records
 from subquad.conversion.repair.loop import Stage
 from subquad.conversion.sites import Site, sites
 from subquad.conversion.swap import mechanisms
@@ -21,6 +23,7 @@ from subquad.extras import need
 
 Targets = Literal["attention", "all"]
 ADAPTER = "repair"
+RANK = 8  # the usual one
 
 
 class LowRank(Stage):
@@ -47,13 +50,14 @@ class LowRank(Stage):
             mechanism.train(mode)
 
     def merge(self) -> None:
-        """The changes into the weights, which keep their names; all of them learn again."""
+        """The changes into the weights, which keep their names; all of them learn again. The config remembers it."""
         for module in list(self.converted.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, self._peft.tuners.lora.LoraLayer):
                     child.merge(adapter_names=[ADAPTER])
                     setattr(module, name, child.get_base_layer())
         del self.converted.peft_config
+        replace(records.of(self.converted), has_other_weights=True).write(self.converted.config)
         self.converted.requires_grad_(True)
 
 
