@@ -78,7 +78,7 @@ class Plan:
     def check(self) -> None:
         """Refuse what no conversion can be."""
         resolve(self.method)
-        checks.sizes(**self.calibration("batch", "tokens"))
+        checks.sizes(**self.calibration())
         if self.keep < 0:
             raise InputError(f"keep is how many layers stay softmax, at least 0; got {self.keep}.")
         if self.repair != tuple(stage for stage in STAGES if stage in self.repair):
@@ -105,9 +105,9 @@ class Plan:
         if not self.text and (named := self.calibration()):
             raise InputError(f"{', '.join(map(_option, named))}: of calibration text, and there is none. Pass --text FILE.")
 
-    def calibration(self, *names: str) -> dict[str, int]:
-        """What is asked of the text, of these names or all."""
-        asked = {name: getattr(self, name) for name in names or ("length", "batch", "tokens")}
+    def calibration(self) -> dict[str, int]:
+        """What is asked of the text."""
+        asked = {"length": self.length, "batch": self.batch, "tokens": self.tokens}
         return {name: value for name, value in asked.items() if value is not None}
 
     def changes(self) -> dict[str, Any]:
