@@ -201,7 +201,7 @@ STUDIES = {
                         targets="all",
                     ),
                     finetune=Finetune(
-                        schedule=Schedule(steps=4200, lr=1e-4, every=300, held_out=0.005, precision="bf16"),
+                        schedule=Schedule(steps=5000, lr=1e-4, every=250, held_out=0.005, precision="bf16"),
                         loss="distil",
                         rank=64,
                         targets="all",
