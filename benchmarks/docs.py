@@ -1,4 +1,5 @@
-"""Writes the tables of docs/performance.md, docs/results.md and docs/converting.md from what has been measured.
+"""Writes the tables of docs/performance.md, docs/results.md and docs/converting.md, and the README's scores, from what has been
+measured.
 
     python benchmarks/docs.py
 
@@ -23,11 +24,13 @@ from subquad import files
 Sections = Mapping[str, Callable[[dict[str, Any]], str]]
 ROOT = Path(__file__).parents[1]
 PERFORMANCE, RESULTS, CONVERTING = (ROOT / "docs" / f"{name}.md" for name in ("performance", "results", "converting"))
+README = ROOT / "README.md"
 TIMES = times.beside(ROOT / "benchmarks" / "results.json")
 SECTIONS: dict[Path, Sections] = {
     PERFORMANCE: {"peers": peers.section, "roofline": roofline.section, "growth": engines.section, "steps": steps.section},
     CONVERTING: {"converting": converting.section, "serving": serving.section, "features": features.section},
     RESULTS: {"results": lambda found: page.section(found, times.read(TIMES))},
+    README: {"results": page.overview},
 }
 
 

@@ -1,4 +1,5 @@
-"""Trains every mechanism on every task of docs/results.md, and writes that page. Hours; stop it and start it again as you like.
+"""Trains every mechanism on every task of docs/results.md, and writes that page and the README's scores. Hours; stop it and
+start it again as you like.
 
     make results                                                        # all of it
     python benchmarks/results.py --list                                 # the cells, how far each is, and what it will take
@@ -163,8 +164,11 @@ def _is_named(table: str, word: str) -> bool:
 def _write_page(options: argparse.Namespace) -> None:
     timed = times.read(times.beside(options.results))
     section = {options.results.stem: lambda found: page.section(found, timed)}
-    text = docs.filled(options.page, section, options.results.parent)
-    files.write(options.page, text.encode())
+    pages: dict[Path, docs.Sections] = {options.page: section}
+    if options.page == docs.RESULTS:
+        pages[docs.README] = {options.results.stem: page.overview}
+    for path, sections in pages.items():
+        files.write(path, docs.filled(path, sections, options.results.parent).encode())
 
 
 def _tell(console: Console, options: argparse.Namespace, cell: Cell, record: Saved) -> None:

@@ -272,6 +272,27 @@ def test_what_cannot_do_the_task_is_there_with_the_reason(tables):
         assert any(line.startswith(f"| `{method}` | {'no: ' + why[0] if why else ''}") for line in lines), method
 
 
+def test_all_scores_stand_in_one_table(tables):
+    recall = replace(LONG, name="recall-64", task="recall", methods=(), given={"length": 64, "steps": 3})
+    tables(replace(SHORT, methods=("softmax", "linear", "induced")), recall, replace(SHORT, name="timed", is_trained=False))
+    saved = {
+        "short/softmax": {},
+        "recall-64/softmax": {"test": {"accuracy": 1.0, "loss": 0.0}},
+        "short/linear": {"status": "diverged"},
+    }
+    every = {cell.name: cell for cell in cells.selected(cells.TABLES, [])}
+    found = {"records": {name: made(every[name], **row) for name, row in saved.items()}}
+    head, _, *lines = page.overview(found).splitlines()
+    assert head == "| method | `short`, accuracy | `recall-64`, accuracy |"
+    assert {
+        "| `softmax` | 50.0% | 100.0% |",
+        "| `linear` | diverged | not run yet |",
+        "| `local` | - | not run yet |",
+        "| `induced` | not run yet | no |",
+    } <= set(lines)
+    assert page.overview(found) in page.section(found, {})
+
+
 def test_seeds_give_a_range(tables):
     tables(replace(SHORT, seeds=(0, 1, 2), variants={"fp32": {}, "bf16": {"precision": "bf16"}}))
     lines = shown(cells.TABLES[0], *({"test": {"accuracy": a, "loss": 1.0}} for a in (0.5, 0.6, 0.7, 0.8)))

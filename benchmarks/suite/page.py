@@ -1,4 +1,4 @@
-"""docs/results.md: one table for each that is declared, from the records there are."""
+"""docs/results.md: all scores in one table, and a table for each that is declared, from the records there are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import subquad as sq
 from benchmarks.common import markdown, on
 from benchmarks.suite import cells, records, times
 from benchmarks.suite.cells import Row, Table
@@ -56,7 +57,29 @@ def section(found: dict[str, Any], timed: dict[str, Timed]) -> str:
     every = cells.selected(cells.TABLES, [])
     done = sum(records.is_final(records.of(cell, saved)) for cell in every)
     parts = [_table(table, saved, timed.get(table.name)) for table in cells.TABLES]
-    return "\n\n".join([f"{done} of {len(every)} trainings have been run.", *parts])
+    return "\n\n".join([f"{done} of {len(every)} trainings have been run.", overview(found), *parts])
+
+
+def overview(found: dict[str, Any]) -> str:
+    """The scores of all tables that compare methods, a row a method and a column a table."""
+    tables = [table for table in cells.TABLES if table.is_trained and not table.variants]
+    rows = {table.name: {row.label: _filled(row, found["records"], None) for row in table.rows()} for table in tables}
+    heads = [f"`{table.name}`, {TASKS[table.task].info.metric}" for table in tables]
+    shown = [
+        [f"`{method}`", *(_brief(table, rows[table.name].get(method), method) for table in tables)]
+        for method in sq.methods()
+        if any(method in of_table for of_table in rows.values())
+    ]
+    return "\n".join(markdown(["method", *heads], shown))
+
+
+def _brief(table: Table, row: Filled | None, method: str) -> str:
+    """A score, or a word for why there is none; its table has the reason."""
+    if row is None:
+        return "no" if method in table.refused() else "-"
+    if not row.done:
+        return row.records[0]["status"] if row.records else "not run yet"
+    return _scores(row, TASKS[table.task].info.metric)
 
 
 def _table(table: Table, saved: dict[str, Saved], timed: Timed | None) -> str:
