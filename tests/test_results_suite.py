@@ -110,6 +110,7 @@ def starts(tmp_path_factory):
     state = out / f"long/linear/linear/checkpoint-{stopped.step}/run.json"
     before = json.loads(state.read_text())
     state.write_text(json.dumps({**before, "record": {**before["record"], "seconds": HOUR}}))
+    checkpoints.seal(state.parent)
     finished = start(replace(SHORT, given={**SMALL, "steps": 4}), LONG)
     patch.undo()
     return killed, stopped, finished

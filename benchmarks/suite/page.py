@@ -91,7 +91,8 @@ def _table(table: Table, saved: dict[str, Saved], timed: Timed | None) -> str:
     empty = [""] * (len(columns) - 1)
     shown += [[f"`{method}`", f"no: {_escaped(why)}", *empty] for method, why in table.refused().items()]
     lines = [f"## {table.title}", "", table.about, "", *markdown(["run" if table.variants else "method", *columns], shown)]
-    return "\n".join([*lines, "", *_under(table, [record for row in rows for record in row.done], timed)])
+    done = [(row.row.label, record) for row in rows for record in row.done]
+    return "\n".join([*lines, "", *_under(table, done, timed)])
 
 
 def _without_scores(row: Filled, columns: dict[str, Column]) -> list[str]:
@@ -177,12 +178,13 @@ def _shown(value: float | None, written: Callable[[float], str]) -> str:
     return "-" if value is None else written(value)
 
 
-def _under(table: Table, done: Sequence[Saved], timed: Timed | None) -> list[str]:
+def _under(table: Table, done: Sequence[tuple[str, Saved]], timed: Timed | None) -> list[str]:
     """Settings, commands and machines, a line each."""
     method = "METHOD" if len(table.methods) != 1 else table.methods[0]
     line = shlex.join(["subquad", *cells.command(table.task, method, table.given), "--threads", str(cells.THREADS)])
     seeds = ", ".join(map(str, table.seeds))
-    lines = [f"Settings: {_settings(table.settings)}; seed{'s' if len(table.seeds) > 1 else ''} {seeds}."]
+    others = "".join(f", {name} {value}" for name, value in table.given.items() if name in ("precision", "checkpointing"))
+    lines = [f"Settings: {_settings(table.settings)}{others}; seed{'s' if len(table.seeds) > 1 else ''} {seeds}."]
     if table.is_trained:
         fitted = "" if table.variants else ", its options as `--method-option name=value`"
         lines.append(
@@ -191,12 +193,12 @@ def _under(table: Table, done: Sequence[Saved], timed: Timed | None) -> list[str
     else:
         lines.append(f"Projected: the time of a step, times the steps of `{line}`.")
     where: dict[str, list[str]] = {}
-    for record in done:
+    for label, record in done:
         at = on({**record["machine"], "threads": record["threads"]})
         jobs = f"{record['jobs']} trainings side by side" if record["jobs"] > 1 else "one training at a time"
-        where.setdefault(f"{at}; {jobs}; commit {record['commit'] or 'unknown'}.", []).append(record["method"])
-    for place, methods in where.items():
-        which = "" if len(where) == 1 else f" ({', '.join(f'`{name}`' for name in dict.fromkeys(methods))})"
+        where.setdefault(f"{at}; {jobs}; commit {record['commit'] or 'unknown'}.", []).append(label)
+    for place, labels in where.items():
+        which = "" if len(where) == 1 else f" ({', '.join(f'`{name}`' for name in dict.fromkeys(labels))})"
         lines.append(f"Trained on: {place}{which}")
     return [f"- {line}" for line in [*lines, _steps(table, timed)]]
 

@@ -121,9 +121,9 @@ class Sitting:
         folder.mkdir(parents=True, exist_ok=True)
         is_other = (folder / FILE).exists() and records.trained(cell, folder) is None
         words = [*cell.command(), "--fresh" if is_other else "--resume", "--out", str(folder), "--json"]
-        words += [] if self.data is None else ["--data", self.data]
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "400"}  # wide: what it says is not cut into lines
+        environment |= {} if self.data is None else {"SUBQUAD_DATA": self.data}
         with (folder / SAID).open("w") as said:
             process = subprocess.Popen(
                 [*CHILD, *words],

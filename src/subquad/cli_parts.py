@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,17 +16,25 @@ from rich.table import Table
 from subquad import Config, OptionError
 from subquad.registry import resolve
 
+LINE_EVERY = 60.0  # seconds
+
 
 class Bar:
-    """A progress bar with what is done now and the time left."""
+    """A progress bar with what is done now and the time left; where there is no terminal, a line a minute."""
 
     def __init__(self, is_shown: bool = True) -> None:
         columns = (TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.fields[left]}"))
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_shown)
+        console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not is_shown)
+        self._progress = Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal))
         self._task = self._progress.add_task("starting", total=1.0, left="")
+        self._told = time.monotonic()
 
     def show(self, doing: str, share: float, left: str) -> None:
         self._progress.update(self._task, completed=share, description=doing, left=left)
+        console = self._progress.console
+        if not console.is_terminal and time.monotonic() > self._told + LINE_EVERY:
+            console.print(", ".join(filter(None, [doing, f"{share:.0%}", left])), markup=False)
+            self._told = time.monotonic()
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -53,13 +62,13 @@ def printed(table: Any) -> Table:
     return found
 
 
-def configured(method: str, options: Sequence[str]) -> Config:
+def configured(method: str, options: Sequence[str], example: str = "--option features=128") -> Config:
     """The method with options that were written as name=value."""
-    named = {name: _value(text) for name, text in named_values(options).items()}
+    named = {name: _value(text) for name, text in named_values(options, example).items()}
     return type(resolve(method))(**named)
 
 
-def named_values(options: Sequence[str], example: str = "--option features=128") -> dict[str, str]:
+def named_values(options: Sequence[str], example: str) -> dict[str, str]:
     """What name=value says, by name."""
     named: dict[str, str] = {}
     for option in options:

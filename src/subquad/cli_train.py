@@ -122,14 +122,16 @@ def _methods(text: str, options: Sequence[str]) -> list[str | Config]:
     by_method: dict[str, list[str]] = {}
     for option in options:
         name, dot, rest = option.partition(".")
-        if len(names) == 1 and not (dot and name == names[0]):
+        if len(names) == 1 and "." not in option.partition("=")[0]:  # a dot in the value is none behind a name
             name, dot, rest = names[0], ".", option
         if not dot or name not in found:
             raise InputError(
                 f"an option of a method is method.name=value, of one that is trained ({', '.join(names)}); got {option!r}."
             )
         by_method.setdefault(name, []).append(rest)
-    return list((found | {name: configured(name, given) for name, given in by_method.items()}).values())
+    for name, given in by_method.items():
+        found[name] = configured(name, given, f"--method-option {name}.name=value")
+    return list(found.values())
 
 
 def _list_tasks() -> None:

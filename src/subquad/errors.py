@@ -36,5 +36,5 @@ class MissingExtraError(SubquadError, ImportError):
 
 def closest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'a' or 'b'?` for the names nearest to `word`; a full stop if none is near."""
-    near = get_close_matches(word, list(known), n=3, cutoff=0.5)
+    near = get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."

@@ -18,7 +18,7 @@ def need(extra: str, what: str, *modules: str) -> list[Any]:
     """The modules, or one error that says which extra `what` needs."""
     try:
         return [import_module(module) for module in modules]
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingExtraError(
             f"{what} needs the extra subquad[{extra}]; {error.name} is not installed. "
             f"Install it: pip install {_PACKAGES[extra]}"

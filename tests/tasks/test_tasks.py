@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
-from subquad.errors import MissingExtraError, OptionError, UnsupportedError
+from subquad.errors import InputError, MissingExtraError, OptionError, UnsupportedError
 from subquad.models.inputs import IGNORED
 from subquad.tasks import TASKS
 from subquad.tasks.rows import lengths_of
@@ -53,6 +54,28 @@ def test_a_model_learns_and_is_scored(name, method, local, small):
         figures = task.score(model, rows, splits, settings)
         assert {task.info.metric, "loss"} <= set(figures)
         assert all(isinstance(value, float) and value == value for value in figures.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("wikitext2", ()), ("wikitext2", (("tokens", "word"),)), ("multi30k", ()), ("stsb", ())]
+)
+def test_the_tokenizer_beside_a_model_writes_what_the_model_has_read(name, options, local, small, tmp_path):
+    task, settings = TASKS[name](), tiny(name, options=options)
+    splits = task.load(local, settings)
+    task.text_tokenizer().save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    rows = [splits.train[i] for i in range(9)]
+    column = "first" if name == "stsb" else "input_ids"
+    ids = min((row[column] for row in rows), key=len)  # not cut inside a word
+    text = loaded.decode(ids, skip_special_tokens=name == "multi30k")
+    again = torch.tensor(loaded(text.upper() if name == "stsb" else text)["input_ids"])
+    assert torch.equal(again, ids.long())
+
+
+@pytest.mark.parametrize("name", ["digits", "cifar10"])
+def test_a_length_that_the_data_does_not_have_is_refused(name, local):
+    with pytest.raises(InputError, match=rf"{name} has a length of 64, a token for each of its .*; got 10\. Set --length 64"):
+        TASKS[name]().load(local, replace(tiny(name), length=10))
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import subquad as sq
+from subquad import cli_parts
 from subquad.bench.results import alone
 from subquad.cli import app
 from subquad.cli_train import _methods, _sparkline
@@ -82,6 +83,11 @@ def test_a_run_survives_ctrl_c_and_kill_and_ends_with_the_same_bits(tmp_path):
         (["digits", "--method", "all", "--method-option", "features=3"], "go with methods by name"),
         (["digits", "--method", "linear,local", "--method-option", "window=3"], "method.name=value"),
         (["digits", "--method", "local", "--method-option", "widow=3"], "widow"),
+        (["digits", "--method", "linear", "--method-option", "performer.features=3"], "of one that is trained (linear)"),
+        (["digits", "--method", "local", *["--method-option", "window=3"] * 2], "--method-option local.name=value"),
+        (["digits", "--method", "LINEAR"], "did you mean 'linear'"),
+        (["digits", "--method", "linear", "--resume", "--fresh"], "got --resume and --fresh"),
+        (["digits", "--method", "linear", "--data", "here"], "digits brings its data along"),
         (["recall", "--method", "nystrom"], "nystrom cannot do this"),
     ],
 )
@@ -101,6 +107,15 @@ def test_options_go_to_their_method():
     assert _methods("performer, local", ["performer.features=32"]) == [sq.Performer(features=32), "local"]
     assert _methods("local", ["window=3", "local.dilation=2"]) == [sq.Local(window=3, dilation=2)]
     assert _methods("all", []) == ["all"]
+    assert _methods("rfa", ["floor=0.5"]) == [sq.RFA(floor=0.5)]
+
+
+def test_without_a_terminal_a_line_from_time_to_time_says_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(cli_parts, "LINE_EVERY", -1.0)
+    for is_shown in (True, False):
+        with cli_parts.Bar(is_shown) as bar:
+            bar.show("linear, step 3 [1/2]", 0.25, "about 9 s left")
+        assert capsys.readouterr().err == ("linear, step 3 [1/2], 25%, about 9 s left\n" if is_shown else "")
 
 
 def test_a_curve_in_a_few_characters():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from dataclasses import replace
 
@@ -76,27 +77,40 @@ def test_a_method_with_other_options_is_refused(run):
         run(sq.Local(window=3))
 
 
-@pytest.mark.parametrize(("known", "order"), [({}, 1), ({"order": 3, "eval_rows": 15}, 3)])
-def test_a_run_with_other_rows_in_its_batches_is_not_gone_on_with(run, tmp_path, known, order):
+def test_a_run_with_other_rows_in_its_batches_is_not_gone_on_with(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(watch=stop_after(6))
-    state = checkpoints.latest(tmp_path / "run" / "linear") / "run.json"
-    saved = json.loads(state.read_text())
-    changed = {**saved, "order": known.get("order"), "record": {**saved["record"], "eval_rows": known.get("eval_rows")}}
-    state.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
-    with pytest.raises(sq.SubquadError, match=rf"\(linear, order of rows: {order} there, 2 here\)\. Choose another --out, or"):
+    checkpoint = checkpoints.latest(tmp_path / "run" / "linear")
+    saved = json.loads((checkpoint / "run.json").read_text())
+    (checkpoint / "run.json").write_text(json.dumps({**saved, "order": 3}))
+    checkpoints.seal(checkpoint)
+    with pytest.raises(sq.SubquadError, match=r"\(linear, order of rows: 3 there, 2 here\)\. Choose another --out, or"):
         run(resume=True)
     assert [r.status for r in run(fresh=True).records] == ["done"]
 
 
-def test_a_checkpoint_that_does_not_name_its_order_is_gone_on_with(run, tmp_path):
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "model.safetensors", "run.json", "contents.json"])
+@pytest.mark.parametrize("damage", ["removed", "cut"])
+def test_a_checkpoint_that_is_not_as_it_was_written_is_not_gone_on_from(run, tmp_path, name, damage):
     with pytest.raises(KeyboardInterrupt):
         run(watch=stop_after(6))
-    state = checkpoints.latest(tmp_path / "run" / "linear") / "run.json"
-    saved = json.loads(state.read_text())
-    del saved["order"]
-    state.write_text(json.dumps(saved))
-    assert [r.status for r in run(resume=True).records] == ["done"]
+    folder = tmp_path / "run" / "linear"
+    path = checkpoints.latest(folder) / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-3]) if damage == "cut" else path.unlink()
+    with pytest.raises(sq.SubquadError, match=rf"missing or have changed: {name}\. Put them back, or remove .*linear to start"):
+        run(resume=True)
+    path.write_bytes(content)
+    assert run(resume=True).records[0].status == "done"
+
+
+def test_a_method_whose_folder_is_removed_starts_over(run, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(watch=stop_after(6))
+    shutil.rmtree(tmp_path / "run" / "linear")
+    run(resume=True)
+    run(out=tmp_path / "whole")
+    assert equal(last(tmp_path / "run" / "linear"), last(tmp_path / "whole" / "linear"))
 
 
 def test_results_that_are_not_whole_are_refused(run, tmp_path):
@@ -122,7 +136,26 @@ def test_checkpoints_without_results_are_not_gone_on_from(run, tmp_path):
     run(settings=replace(SETTINGS, lr=0.02), fresh=True)
     assert equal(last(tmp_path / "run" / "linear"), last(tmp_path / "whole" / "linear"))
     path.unlink()
-    assert run(settings=replace(SETTINGS, steps=3)).records[0].step == 3
+    for given in ({}, {"resume": True}):
+        with pytest.raises(sq.SubquadError, match="holds models of linear that it does not tell of"):
+            run(settings=replace(SETTINGS, steps=3), **given)
+    assert (tmp_path / "run" / "linear" / "best").exists()
+    assert run(settings=replace(SETTINGS, steps=3), fresh=True).records[0].step == 3
+
+
+def test_starting_over_leaves_the_file_of_another_program_alone(run, tmp_path):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "results.json"
+    for content in ('{"mine": 1}', "[1, 2]"):
+        path.write_text(content)
+        with pytest.raises(sq.SubquadError, match=r"is of something else\. Choose another --out"):
+            run(fresh=True)
+        assert path.read_text() == content
+
+
+def test_going_on_and_starting_over_contradict_each_other(run, tmp_path):
+    with pytest.raises(sq.InputError, match="got --resume and --fresh"):
+        run(resume=True, fresh=True)
 
 
 def test_two_runs_do_not_share_a_folder(run):
@@ -241,11 +274,19 @@ def test_an_error_costs_one_method(run):
     assert results.records[1].status == "done"
 
 
-def test_missing_data_concerns_all_methods(run, tmp_path):
+def test_missing_data_concerns_all_methods_and_leaves_the_folder_free(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SUBQUAD_DATA", "here")
     settings = replace(SETTINGS, options=(("fault", "data"),))
     with pytest.raises(sq.SubquadError, match="there is no data in here"):
-        run("linear", "softmax", settings=settings, data="here")
+        run("linear", "softmax", settings=settings)
     assert [r.status for r in load(tmp_path / "run" / "results.json").records] == ["waiting", "waiting"]
+    assert [r.method for r in run("taylor").records] == ["taylor"]
+
+
+def test_more_validation_rows_than_there_are_concern_all_methods(run):
+    with pytest.raises(sq.InputError, match="eval_rows is at most 15, as many as there are validation rows; got 16"):
+        run(eval_rows=16)
+    assert run(eval_rows=15).records[0].eval_rows == 15
 
 
 @pytest.mark.parametrize(
@@ -254,6 +295,8 @@ def test_missing_data_concerns_all_methods(run, tmp_path):
         ({"epochs": 1.0}, "steps or so many epochs, one of the two; got steps=12 and epochs=1.0"),
         ({"steps": None}, "got steps=None and epochs=None"),
         ({"steps": 0}, "steps"),
+        ({"steps": 10**9 + 1}, "steps is at most 1,000,000,000; got 1,000,000,001"),
+        ({"steps": None, "epochs": 1e300}, "epochs is at most 1,000,000"),
         ({"lr": 0.0}, "lr is a finite number above 0"),
         ({"lr": float("nan")}, "lr is a finite number above 0"),
         ({"heads": 5}, "dim is a multiple of heads; got 12 and 5"),
@@ -279,6 +322,16 @@ def test_methods_that_cannot_be_trained_are_refused(run):
         train(Fake(), [])
     with pytest.raises(sq.InputError, match="each method is trained once in a run; got 'local' twice"):
         run("local", sq.Local(window=2))
+    with pytest.raises(sq.InputError, match="all stands for every method that can do the task; got others beside it"):
+        run("linear", "all")
+    with pytest.raises(sq.InputError, match="threads is at most 1,024; got 100,000"):
+        run(threads=100_000)
+    for folder, said in (
+        ("", "got an empty name"),
+        ("here", "fake brings its data along, and reads no folder; got --data here"),
+    ):
+        with pytest.raises(sq.InputError, match=said):
+            run(data=folder)
     with pytest.raises(sq.InputError, match="precision is fp32 or bf16; got 'fp8'"):
         run(precision="fp8")
     with pytest.raises(sq.InputError, match="seed is a whole number from 0"):

@@ -191,3 +191,15 @@ def test_only_the_newest_checkpoint_is_kept(run, tmp_path):
     found = sorted(path.name for path in (tmp_path / "run" / "linear").glob("checkpoint-*"))
     assert found == ["checkpoint-12"]
     assert checkpoints.step_of(checkpoints.latest(tmp_path / "run" / "linear")) == 12
+
+
+@pytest.mark.parametrize("length", [7, 40])
+@pytest.mark.parametrize("task", [Fake, FakeText])
+def test_every_parameter_of_every_method_has_a_gradient(task, length):
+    """Processes that share a run wait for all of them."""
+    settings, task = replace(SETTINGS, length=length), task()
+    splits, (able, _) = task.load(None, settings), chosen(task, ["all"], settings)
+    for config in able.values():
+        model = task.model(config, settings)
+        model(**splits.collate([splits.train[i] for i in range(8)])).loss.backward()
+        assert [name for name, p in model.named_parameters() if p.grad is None] == [], config

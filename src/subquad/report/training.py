@@ -94,8 +94,9 @@ def write_training_page(results: Results, path: Path) -> None:
     """Write `results` to `path` as one HTML file that works offline: wholly, or not at all."""
     drawn = looks(_drawn_methods(results))[1:]
     found = training_charts(results)
-    settings = {name: value for name, value in results.settings.items() if value is not None and value != {}}
-    facts = {**settings, **{name: value for name, value in results.machine.items() if value is not None}}
+    threads = ", ".join(map(str, dict.fromkeys(record.threads for record in results.records if record.steps)))
+    known = {**results.settings, "task": results.task["name"], "threads": threads, **results.machine}
+    facts = {name.replace("_", " "): value for name, value in known.items() if value not in (None, {}, "")}
     content = {
         "results": results,
         "summary": summary(results),

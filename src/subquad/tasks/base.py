@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from subquad.errors import OptionError, closest
 from subquad.mechanisms.base import Config
@@ -85,6 +85,10 @@ class Task(ABC):
     @abstractmethod
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         """The data: from `folder`, a local copy, or from the public source. The same settings give the same rows."""
+
+    def text_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """What writes text as the model's tokens, to be kept beside it, if there is such a thing; called after `load`."""
+        return None
 
     @abstractmethod
     def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from subquad.errors import InputError
 from subquad.extras import need
 from subquad.mechanisms import Config
 from subquad.models import SubquadForImageClassification
 from subquad.tasks.base import Batch, Row, Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
 from subquad.tasks.rows import Columns, shape, stacked
-from subquad.tasks.source import damaged, hub, local, one_of, parsed, require_rows
+from subquad.tasks.source import damaged, hub, local, one_of, parsed, require_length, require_rows
 
 SIDE, SHIFT = 32, 2
 HELD_OUT = 1_000
@@ -50,7 +49,8 @@ class Cifar10(Classification):
     )
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
-        self._require_length(settings)
+        tokens = self.options(settings)["tokens"]
+        require_length(self.info, settings, (SIDE // PATCH[tokens]) ** 2, f"a token for each of its {tokens}")
         images, labels = self.split("train", folder)
         test_images, test_labels = self.split("test", folder)
         require_rows(self.info, len(images), HELD_OUT + 1, "training images", "Get the data again.")
@@ -80,14 +80,6 @@ class Cifar10(Classification):
         except Exception as error:  # pyarrow's own kinds, which are not there to name before it is installed
             raise damaged(path, error) from error
         return decoded(path, table.column("img").to_pylist(), table.column("label").to_pylist())
-
-    def _require_length(self, settings: Settings) -> None:
-        tokens = self.options(settings)["tokens"]
-        length = (SIDE // PATCH[tokens]) ** 2
-        if settings.length != length:
-            raise InputError(
-                f"cifar10 with tokens={tokens} has a length of {length}; got {settings.length}. Set --length {length}."
-            )
 
 
 class Shifted(Dataset[Row]):

@@ -14,6 +14,7 @@ from subquad.models import SubquadForImageClassification
 from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
 from subquad.tasks.rows import Columns, shape, shuffled, stacked
+from subquad.tasks.source import require_length
 
 SIDE = 8
 HELD_OUT = 180  # rows to choose by, and as many to report
@@ -35,6 +36,7 @@ class Digits(Classification):
     )
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
+        require_length(self.info, settings, SIDE**2, "a token for each of its pixels")
         [datasets] = need("train", "the task digits", "sklearn.datasets")
         data = datasets.load_digits()
         images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # (1797, 1, 8, 8)

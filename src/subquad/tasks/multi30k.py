@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from subquad.extras import need
 from subquad.mechanisms import Config
@@ -26,8 +26,9 @@ from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Batch, Row, Settings, Splits, Task, TaskInfo
 from subquad.tasks.rows import Ragged, answers, fill, shape
 from subquad.tasks.source import DataError, how_to_get, hub, lines, local, one_of
-from subquad.tasks.tokens import bpe
+from subquad.tasks.tokens import bpe, kept
 
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 PAD, START, END = range(3)
 PIECES = 8_000
 BEAMS = 4
@@ -56,10 +57,13 @@ class Multi30k(Task):
         for name, (source, target) in texts.items():
             if len(source) != len(target):
                 raise DataError(f"multi30k pairs lines; {name} has {len(source)} of {pair[0]} and {len(target)} of {pair[1]}.")
-        self.tokenizer = bpe([*texts["train"][0], *texts["train"][1]], PIECES, ["<pad>", "<s>", "</s>"])
+        self.tokenizer = bpe([*texts["train"][0], *texts["train"][1]], PIECES, list(SPECIAL.values()))
         write = partial(self.ids, most=settings.length)
         train, valid, test = (Captions(write(source), write(target), target) for source, target in texts.values())
         return Splits(train, valid, test, collate)
+
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        return kept(self.tokenizer, end=SPECIAL["eos_token"], **SPECIAL)
 
     def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
         config = shape(

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from subquad.errors import SubquadError
+from subquad.errors import InputError, SubquadError
 from subquad.extras import need
-from subquad.tasks.base import TaskInfo
+from subquad.tasks.base import Settings, TaskInfo
 
 Read = TypeVar("Read")
 Parsed = TypeVar("Parsed")
@@ -97,6 +97,11 @@ def how_to_get(info: TaskInfo) -> str:
         f"Without --data and SUBQUAD_DATA it comes from the Hugging Face hub as {info.source}, which needs a network and the "
         f"extra subquad[train]; with them, from the folder {info.folder} inside."
     )
+
+
+def require_length(info: TaskInfo, settings: Settings, length: int, why: str) -> None:
+    if settings.length != length:
+        raise InputError(f"{info.name} has a length of {length:,}, {why}; got {settings.length:,}. Set --length {length}.")
 
 
 def require_rows(info: TaskInfo, count: int, least: int, what: str, advice: str) -> None:

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from tokenizers import normalizers
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from subquad.mechanisms import Config
@@ -24,7 +25,7 @@ from subquad.models.classification import pooled
 from subquad.tasks.base import Batch, Row, Settings, Splits, Task, TaskInfo
 from subquad.tasks.rows import Sequences, answers, fill, shape
 from subquad.tasks.source import hub, lines, local, one_of, parsed
-from subquad.tasks.tokens import bpe
+from subquad.tasks.tokens import bpe, kept
 
 PAD = 0
 PIECES = 4_000
@@ -50,11 +51,10 @@ class STSB(Task):
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         pairs = {name: self.split(name, folder) for name in PARTS}
-        tokenizer = bpe([text.lower() for pair in pairs["train"] for text in pair[:2]], PIECES, ["<pad>"])
-        self.size = tokenizer.get_vocab_size()
+        self.tokenizer = bpe([text.lower() for pair in pairs["train"] for text in pair[:2]], PIECES, ["<pad>"])
 
         def ids(texts: Sequence[str]) -> list[Tensor]:
-            written = tokenizer.encode_batch_fast([text.lower() for text in texts])
+            written = self.tokenizer.encode_batch_fast([text.lower() for text in texts])
             return [torch.tensor(line.ids[: settings.length], dtype=torch.int32) for line in written]
 
         def rows(part: list[Pair]) -> Sequences:
@@ -64,8 +64,13 @@ class STSB(Task):
         train, valid, test = (rows(part) for part in pairs.values())
         return Splits(train, valid, test, collate)
 
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        found = kept(self.tokenizer, pad_token="<pad>")
+        found.backend_tokenizer.normalizer = normalizers.Lowercase()
+        return found
+
     def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
-        return SubquadForSimilarity(shape(method, settings, vocab_size=self.size, pad_token_id=PAD))
+        return SubquadForSimilarity(shape(method, settings, vocab_size=self.tokenizer.get_vocab_size(), pad_token_id=PAD))
 
     def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
         said, scores = [], []

@@ -1,4 +1,4 @@
-"""Byte-pair encoding, trained on a task's own text each time: a few seconds, and nothing to keep.
+"""Byte-pair encoding, trained on a task's own text each time, in a few seconds; and how it is kept beside a model.
 
 Sennrich, Haddow & Birch, 2016, arXiv:1508.07909. Words are split at white space; no merge crosses a word, and every byte has a
 token, so any text can be written.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 FIRST = "\u0120"  # how a piece is written that begins a word
 
@@ -28,3 +29,18 @@ def bpe(texts: Iterable[str], size: int, special: Sequence[str]) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def words(known: Sequence[str], unknown: str) -> Tokenizer:
+    """A token for each of `known`, in this order; any other word is `unknown`."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def kept(tokenizer: Tokenizer, end: str | None = None, **special: str) -> PreTrainedTokenizerFast:
+    """As transformers saves and loads it, its special tokens by their names there; with `end` behind every text."""
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    if end is not None:
+        copy.post_processor = processors.TemplateProcessing(f"$A {end}", special_tokens=[(end, copy.token_to_id(end))])
+    return PreTrainedTokenizerFast(tokenizer_object=copy, clean_up_tokenization_spaces=False, **special)

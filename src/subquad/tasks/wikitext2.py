@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from tokenizers import Tokenizer
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Row, Settings, Splits, TaskInfo
 from subquad.tasks.language import LanguageModel, nats
 from subquad.tasks.source import hub, lines, local, one_of
-from subquad.tasks.tokens import FIRST, bpe
+from subquad.tasks.tokens import FIRST, bpe, kept, words
 
 END, UNKNOWN = "<eos>", "<unk>"
 PIECES = 4_000
@@ -44,13 +44,19 @@ class WikiText2(LanguageModel):
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         texts = [self.split(name, folder) for name in HUB]
-        if self.options(settings)["tokens"] == "bpe":
-            ids, tokens = _pieces(texts)
-        else:
-            ids, tokens = _words(texts)
-        self.begins = torch.tensor([token in (END, UNKNOWN) or token.startswith(FIRST) for token in tokens])
-        train, valid, test = ids
+        in_words = self.options(settings)["tokens"] == "word"
+        self.tokenizer = _words(texts[0]) if in_words else bpe(texts[0], PIECES, [UNKNOWN, END])
+        tokens = self.tokenizer.get_vocab()
+        self.begins = torch.tensor(
+            [in_words or token in (END, UNKNOWN) or token.startswith(FIRST) for token in sorted(tokens, key=tokens.__getitem__)]
+        )
+        end = self.tokenizer.token_to_id(END)
+        written = [self.tokenizer.encode_batch_fast(text) for text in texts]
+        train, valid, test = (torch.tensor([i for line in text for i in (*line.ids, end)]) for text in written)
         return self.splits(train, valid, test, settings)
+
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        return kept(self.tokenizer, unk_token=UNKNOWN, eos_token=END)
 
     @property
     def vocabulary(self) -> int:
@@ -72,19 +78,7 @@ class WikiText2(LanguageModel):
         return lines(one_of(self.info, local(self.info, folder), [f"{name}.txt.xz", f"{name}.txt", f"wiki.{name}.tokens"]))
 
 
-def _words(texts: list[list[str]]) -> tuple[list[Tensor], list[str]]:
-    """Ids of each text, and the tokens: every word of the first text."""
-    split = [[word for line in text for word in (*line.split(), END)] for text in texts]
-    known = [UNKNOWN, END, *sorted(set(split[0]) - {UNKNOWN, END})]
-    ids = {word: i for i, word in enumerate(known)}
-    return [torch.tensor([ids.get(word, 0) for word in words]) for words in split], [FIRST + word for word in known]
-
-
-def _pieces(texts: list[list[str]]) -> tuple[list[Tensor], list[str]]:
-    """Ids of each text, and the tokens: pieces learned from the first text."""
-    tokenizer = bpe(texts[0], PIECES, [UNKNOWN, END])
-    end = tokenizer.token_to_id(END)
-    written = [tokenizer.encode_batch_fast(text) for text in texts]
-    ids = [torch.tensor([i for line in text for i in (*line.ids, end)]) for text in written]
-    tokens = tokenizer.get_vocab()
-    return ids, sorted(tokens, key=tokens.__getitem__)
+def _words(text: list[str]) -> Tokenizer:
+    """Every word of the text."""
+    found = {word for line in text for word in line.split()}
+    return words([UNKNOWN, END, *sorted(found - {UNKNOWN, END})], UNKNOWN)

@@ -1,6 +1,7 @@
 """Folders that are never half written: checkpoints to go on from, and the best model so far.
 
-A folder is filled under another name, brought to the disk, and renamed. What it replaces goes only after that.
+A folder is filled under another name, brought to the disk, and renamed. What it replaces goes only after that. A checkpoint has
+the checksums of its files beside them: of one that somebody has changed since, nothing is gone on from.
 
     OUT/METHOD/checkpoint-120   the newest, to go on from
     OUT/METHOD/best             the best model, as `save_pretrained` writes it
@@ -9,22 +10,31 @@ A folder is filled under another name, brought to the disk, and renamed. What it
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from subquad import files
 from subquad.errors import SubquadError
 
 PREFIX = "checkpoint-"
 BEST = "best"
 LOG = "log.txt"  # what the process and its libraries say
 STAGE = ".writing"
+CONTENTS = "contents.json"  # in a checkpoint: the checksum of each file
 _OLD = ".old"
+_PIECE = 2**20  # bytes read at a time
 
 
 class SaveError(SubquadError, OSError):
     """A model or checkpoint that could not be written."""
+
+
+class DamagedError(SubquadError):
+    """A checkpoint that is not as it was written."""
 
 
 def latest(folder: Path) -> Path | None:
@@ -35,6 +45,44 @@ def latest(folder: Path) -> Path | None:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[len(PREFIX) :])
+
+
+def is_used(folder: Path) -> bool:
+    """Whether a run has left a model or a checkpoint in `folder`."""
+    return latest(folder) is not None or (folder / BEST).exists()
+
+
+def seal(checkpoint: Path) -> None:
+    """Write down what is in it."""
+    files.write(checkpoint / CONTENTS, json.dumps(_sums(checkpoint)).encode())
+
+
+def require_whole(checkpoint: Path) -> None:
+    """Refuse one in which a file is missing, or not as it was when it was sealed."""
+    there = _sums(checkpoint)
+    try:
+        sealed = dict(json.loads((checkpoint / CONTENTS).read_text()))
+    except (OSError, TypeError, ValueError):
+        sealed = {CONTENTS: None}
+    misfits = [name for name in sealed if name not in there or there[name] != sealed[name]]
+    if misfits:
+        raise DamagedError(
+            f"a run goes on from a checkpoint as it was written; in {checkpoint} these are missing or have changed: "
+            f"{', '.join(misfits)}. Put them back, or remove {checkpoint.parent} to start that method over."
+        )
+
+
+def _sums(checkpoint: Path) -> dict[str, int]:
+    found = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != CONTENTS)
+    return {str(path.relative_to(checkpoint)): _sum(path) for path in found}
+
+
+def _sum(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            total = zlib.crc32(piece, total)
+    return total
 
 
 def tidy(folder: Path) -> None:
@@ -74,6 +122,8 @@ def write(
         fill(unfinished)
         together()
         if is_writer:
+            if target.name.startswith(PREFIX):
+                seal(unfinished)
             _sync(unfinished)
             _exchange(unfinished, target)
     except Exception as error:  # writers of tensors make errors of their own of what the disk says

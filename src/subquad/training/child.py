@@ -39,7 +39,7 @@ def run_apart(plan: Plan, config: Config, folder: Path, tell: Callable[[Record],
     fatal: dict[str, Any] = {}
     with (folder / LOG).open("a") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "subquad.training.child"],
+            [sys.executable, "-c", "from subquad.training.child import main; main()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
             pass_fds=() if lock is None else (lock,),
             start_new_session=True,  # Ctrl-C is for the process that gives the order
@@ -78,7 +78,7 @@ def run_apart(plan: Plan, config: Config, folder: Path, tell: Callable[[Record],
 
 def _last_words(code: int, log: Path) -> str:
     if code == -signal.SIGKILL:
-        return "the process was killed, most likely for want of memory"
+        return "the process was killed, by somebody or for want of memory; --resume goes on from its last checkpoint"
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f"the process ended with code {code}" + (f": {lines[-1]}" if lines else "") + f" (more in {log})"
 
@@ -113,7 +113,3 @@ def _end_with_parent() -> None:
     """When nobody is left who listens, end, whatever is going on."""
     sys.stdin.read()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,6 +26,7 @@ _NEEDS = {
     "encoder-decoder": ["bidirectional", "is_causal", "decode"],
 }
 _ORACLE = "svd"
+_MOST = {"steps": 10**9, "epochs": 10**6, "threads": 1024}  # more is a slip, and ends in errors of libraries
 _SHARE, _FORWARD = 0.05, 3  # time of evaluations beside that of steps; rows that are scored while one is learnt from
 _LEAST = 256  # rows of an evaluation, if there are so many
 
@@ -122,6 +123,8 @@ def chosen(task: Task, methods: Sequence[str | Config], settings: Settings) -> t
     needs = _NEEDS[task.info.kind]
     if not methods:
         raise InputError("a run needs at least one method; got none. Write --method linear, or --method all.")
+    if "all" in methods and len(methods) > 1:
+        raise InputError("--method all stands for every method that can do the task; got others beside it. Leave one out.")
     if list(methods) == ["all"]:
         able: dict[str, Config] = {}
         refused = {}
@@ -171,6 +174,9 @@ def check(plan: Plan, task: Task, processes: int) -> None:
     every = {"steps": settings.steps, "eval_every": plan.eval_every, "save_every": plan.save_every}
     every |= {"eval_rows": plan.eval_rows, "threads": plan.threads}
     checks.sizes(**{name: value for name, value in every.items() if value is not None})
+    for name, value in {"steps": settings.steps, "epochs": settings.epochs, "threads": plan.threads}.items():
+        if value is not None and value > _MOST[name]:
+            raise InputError(f"{name} is at most {_MOST[name]:,}; got {value:,}.")
     above = {"lr": settings.lr, "epochs": settings.epochs}
     for name, value in above.items():
         if value is not None and not 0 < value < math.inf:
@@ -188,6 +194,10 @@ def check(plan: Plan, task: Task, processes: int) -> None:
             f"batch is that of all processes together and must be a multiple of their number; got {settings.batch} "
             f"and {processes} processes. Choose --batch {settings.batch + -settings.batch % processes}."
         )
+    if plan.data == "":
+        raise InputError("--data is a folder; got an empty name. Leave it out, or name the folder.")
+    if plan.data is not None and not task.info.folder:
+        raise InputError(f"{task.info.name} brings its data along, and reads no folder; got --data {plan.data}. Leave it out.")
     require_precision(plan.precision)
     checks.seed(settings.seed)
     task.options(settings)

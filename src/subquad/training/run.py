@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from subquad.errors import SubquadError
+from subquad.errors import InputError, SubquadError
 from subquad.tasks.base import Splits, Task
 from subquad.tasks.rows import length, lengths_of
 from subquad.training import checkpoints
@@ -37,7 +37,13 @@ def process() -> int:
 def read_data(plan: Plan, task: Task) -> Splits:
     with deterministic(plan.threads):
         torch.manual_seed(plan.settings.seed)
-        return task.load(data_folder(plan.data), plan.settings)
+        splits = task.load(data_folder(plan.data), plan.settings)
+    if plan.eval_rows is not None and plan.eval_rows > length(splits.valid):
+        raise InputError(
+            f"eval_rows is at most {length(splits.valid):,}, as many as there are validation rows; got {plan.eval_rows:,}. "
+            "Choose fewer, or leave it out."
+        )
+    return splits
 
 
 def run(job: Job) -> Record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import sys
@@ -25,7 +26,7 @@ from subquad.training.child import run_apart
 from subquad.training.data import ORDER
 from subquad.training.plan import Plan, check, chosen, differences, options_of, place
 from subquad.training.precision import Precision
-from subquad.training.results import FILE, UNFINISHED, Record, Results, load, save
+from subquad.training.results import FILE, SCHEMA, UNFINISHED, Record, Results, load, save
 from subquad.training.run import LostError, process, processes, read_data, run
 from subquad.training.stop import Stop
 from subquad.training.trainer import Job, order_of
@@ -72,7 +73,8 @@ def train(
         checkpointing: recompute blocks in the backward pass rather than keep what is inside them.
         eval_every, save_every: steps; by default a fifth and a tenth of all.
         eval_rows: validation rows of an evaluation; by default so many that evaluations take about a twentieth of the run.
-        data: folder with local copies of data; by default what SUBQUAD_DATA names, or the public source.
+        data: folder with local copies of data; by default what SUBQUAD_DATA names, or the public source. Refused by tasks that
+            need none.
         resume: go on with what is unfinished in `out`.
         fresh: start over, and remove what `out` holds.
         is_apart: a process for each method. Under `torchrun` or `accelerate launch` it is never so: the processes that those
@@ -86,6 +88,8 @@ def train(
         eval_every=eval_every, save_every=save_every, eval_rows=eval_rows, threads=threads or torch.get_num_threads(),
         data=data,
     )  # fmt: skip
+    if resume and fresh:
+        raise InputError("a run goes on, or starts over; got --resume and --fresh. Leave one out.")
     check(plan, task, processes())
     configs, refused = chosen(task, methods, plan.settings)
     if processes() > 1:
@@ -165,18 +169,30 @@ def _begin(
     results = Results({**about, "higher_is_better": info.higher_is_better}, plan.identity(), describe(Setting()))
     if path.exists() and fresh:
         _remove(out)
-    elif path.exists():
-        results = load(path)
+    elif path.exists() and _has_begun(before := load(path), out):
+        results = before
         _compare(results, plan, configs, out, resume)
-    for name, config in configs.items():
-        if results.record(name) is None:
-            checkpoints.clear(out / name)  # what belongs to no record must not be gone on from
-            results.put(Record(name, options_of(config)))
+    new = {name: config for name, config in configs.items() if results.record(name) is None}
+    untold = [name for name in new if checkpoints.is_used(out / name)]
+    if untold and not fresh:
+        raise ResultsError(
+            f"what {FILE} does not tell of is not gone on from, and {out} holds models of {', '.join(untold)} that it does not "
+            f"tell of. Put {FILE} back, choose another --out, or remove them with --fresh."
+        )
+    for name, config in new.items():
+        checkpoints.clear(out / name)
+        results.put(Record(name, options_of(config)))
     for name, why in refused.items():
         results.put(Record(name, status="refused", why=why))
     results.command = shlex.join(["subquad", *sys.argv[1:]])
     save(results, path)
     return results
+
+
+def _has_begun(results: Results, out: Path) -> bool:
+    """Whether there is anything to lose: not after a start that has found no data, say."""
+    ended = ("done", "diverged")
+    return any(r.status in ended or r.step or checkpoints.is_used(out / r.method) for r in results.records)
 
 
 def _compare(results: Results, plan: Plan, configs: dict[str, Config], out: Path, resume: bool) -> None:
@@ -185,6 +201,8 @@ def _compare(results: Results, plan: Plan, configs: dict[str, Config], out: Path
     for record, config in known:
         if record is not None:
             newest = checkpoints.latest(out / record.method) if record.status in UNFINISHED else None
+            if newest is not None:
+                checkpoints.require_whole(newest)
             order = ORDER if newest is None else order_of(newest)
             before, now = ({**record.options, "order of rows": order}, {**options_of(config), "order of rows": ORDER})
             differ += [f"{record.method}, {d}" for d in differences(before, now)]
@@ -201,10 +219,21 @@ def _compare(results: Results, plan: Plan, configs: dict[str, Config], out: Path
 
 def _remove(out: Path) -> None:
     """What a run of ours has left in `out`, and nothing else."""
+    path = out / FILE
+    if _is_foreign(path):
+        raise ResultsError(f"--fresh removes a training, and {path} is of something else. Choose another --out.")
     with contextlib.suppress(ResultsError):  # of results that cannot be read the methods are not known
-        for record in load(out / FILE).records:
+        for record in load(path).records:
             checkpoints.clear(out / record.method)
-    os.unlink(out / FILE)
+    os.unlink(path)
+
+
+def _is_foreign(path: Path) -> bool:
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, ValueError):  # most likely ours, and damaged
+        return False
+    return not isinstance(saved, dict) or saved.get("schema") != SCHEMA
 
 
 class _Sitting:

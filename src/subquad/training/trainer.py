@@ -91,6 +91,7 @@ def arguments(plan: Plan, folder: Path, steps: int, processes: int) -> TrainingA
         max_grad_norm=_CLIP,
         bf16=plan.precision == "bf16",
         use_cpu=not torch.accelerator.is_available(),
+        ddp_find_unused_parameters=False,  # there are none
         seed=settings.seed,
         eval_strategy="no",
         save_strategy="no",
@@ -189,6 +190,9 @@ class MethodTrainer(Trainer):
         state = self.accelerator.get_state_dict(self.model_wrapped) if self.is_fsdp_enabled else None
         if self.args.should_save:
             self.accelerator.unwrap_model(self.model).save_pretrained(folder, state_dict=state)
+            tokenizer = self.job.task.text_tokenizer()
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
 
     def agreed(self, figures: dict[str, float]) -> dict[str, float]:
         if self.record.processes == 1:
@@ -232,6 +236,9 @@ class MethodTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._target)  # while a checkpoint is written, where nobody looks for one
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Nothing: the checkpoint was found whole, so that weights which it lacks are tied to others that it has."""
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: `_Watch` seeds every step, so only the first process has anything to write."""
@@ -301,9 +308,7 @@ class _Watch(TrainerCallback):
 
 def order_of(checkpoint: Path) -> int:
     """In which order the run that wrote it puts rows into batches (see `data.ORDER`)."""
-    saved: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
-    unsaid = 1 if saved["record"].get("eval_rows") is None else 2  # both came with the second order
-    return int(saved.get("order", unsaid))
+    return int(json.loads((checkpoint / STATE).read_text())["order"])
 
 
 def scored(model: Any, job: Job, rows: Dataset[Row]) -> dict[str, float]:
