@@ -19,13 +19,9 @@ def test_the_floor_keeps_the_sign():
 
 
 @torch.no_grad()
-def test_no_sum_below_the_weight_of_one_key_is_divided_by():
-    module = sq.RFA().build(heads=1, head_dim=4)
+def test_no_sum_below_the_floor_is_divided_by():
+    module = sq.RFA(floor=1.0).build(heads=1, head_dim=4)
     q, k, v = torch.randn(3, 1, 1, 1, 4)
     torch.testing.assert_close(module(q, q, v), v)
     fq, fk = (phi(x, module.projection.unsqueeze(0)) for x in (q, k))
     torch.testing.assert_close(module(q, k, v), (fq @ fk.mT).abs() * v)
-
-
-def test_a_gated_sum_has_a_lower_floor():
-    assert [sq.RFA(**given).least_divisor for given in ({}, {"gated": True}, {"gated": True, "floor": 0.5})] == [1.0, 0.1, 0.5]

@@ -8,10 +8,11 @@
 Peng et al., 2021. O((N + M) m D) time, a (2m, Dv) state. With fewer key-value heads than query heads, sigma and the gate belong
 to the key-value heads.
 
-The features are signed, so the denominator is too: its magnitude is held above `floor`. A key that equals its query weighs 1;
-a sum below that is mostly the error of the estimate. In training queries come up whose sums are near 0, and with a floor of
-0.001 their gradients drown all others: a language model stopped learning. The authors' code holds the denominator above 1.6 in
-these units, at 64 directions, and draws directions anew at every step of training, which here is `redraw`.
+The features are signed, so the denominator is too: its magnitude is held above `floor`. A key that equals its query weighs 1,
+and in training queries come up whose sums are near 0. With a floor of 0.001 their gradients drown all others, and a language
+model stops learning; with 1 it learns fastest, but the weights of few keys do not add up to 1, and sharp attention comes late.
+The authors' code holds the denominator above 1.6 in these units, at 64 directions, and draws directions anew at every step of
+training, which here is `redraw`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from subquad.mechanisms.base import Call, Info, Spec
 from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 from subquad.mechanisms.random_features import gaussian
 from subquad.mechanisms.taylor import unit
-
-FLOOR, GATED_FLOOR = 1.0, 0.1  # the weights of a gated sum add up to at most 1
 
 INFO = Info(
     name="rfa",
@@ -61,21 +60,20 @@ class RFA(Kernelized):
     Args:
         features: m, the number of random directions.
         gated: let each token decide how much of the past to keep. Causal only; reads the tokens, so it is built with `dim`.
-        floor: the least magnitude of the denominator; None for 1, and for 0.1 with a gate.
+        floor: the least magnitude of the denominator.
         seed: what the directions are drawn from.
     """
 
     info: ClassVar[Info] = INFO
     features: int = 64
     gated: bool = False
-    floor: float | None = None
+    floor: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
         self._require_count("features")
         self._require_flag("gated")
-        if self.floor is not None:
-            self._require_positive("floor")
+        self._require_positive("floor")
         self._require_seed()
 
     @property
@@ -86,12 +84,6 @@ class RFA(Kernelized):
             **self.info.refuses,
             "bidirectional": "gated=True forgets along the sequence, so it has a meaning only when causal",
         }
-
-    @property
-    def least_divisor(self) -> float:
-        if self.floor is not None:
-            return self.floor
-        return GATED_FLOOR if self.gated else FLOOR
 
     @property
     def reads_tokens(self) -> bool:
@@ -122,7 +114,7 @@ class RFA(Kernelized):
             key=lambda x: (phi(x), None),
             features=2 * self.features,
             normalizer="signed",
-            floor=self.least_divisor,
+            floor=self.floor,
             log_gate=self._log_gate(call) if self.gated else None,
             weights=(w,),
             compiled=None if self.gated else Map("trigonometric", scale=factor, weight=w),
