@@ -223,7 +223,7 @@ def test_cifar10_images_are_shifted_and_mirrored_originals(local, small):
 
 def test_cifar10_as_pixels(local, small):
     settings = tiny("cifar10", options=(("tokens", "pixels"),))
-    with pytest.raises(InputError, match=r"tokens=pixels has a length of 1024; got 64\. Set --length 1024"):
+    with pytest.raises(InputError, match=r"has a length of 1,024, a token for each of its pixels; got 64\. Set --length 1024"):
         TASKS["cifar10"]().load(local, settings)
     task, settings = TASKS["cifar10"](), replace(settings, length=1024)
     splits = task.load(local, settings)
