@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
 import subquad as sq
 from subquad.models import seq2seq
+from subquad.tasks.tokens import kept, words
 from subquad.training import checkpoints, load
 from subquad.training.data import Batches
 from subquad.training.memory import Peak
@@ -203,3 +204,13 @@ def test_every_parameter_of_every_method_has_a_gradient(task, length):
         model = task.model(config, settings)
         model(**splits.collate([splits.train[i] for i in range(8)])).loss.backward()
         assert [name for name, p in model.named_parameters() if p.grad is None] == [], config
+
+
+def test_what_writes_text_for_a_model_is_kept_beside_it(run, tmp_path):
+    class Writing(Fake):
+        def text_tokenizer(self):
+            return kept(words(["no", "yes"], "no"), unk_token="no")
+
+    run(task=Writing())
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "run" / "linear" / "best")
+    assert loaded("yes maybe yes")["input_ids"] == [1, 0, 1]
