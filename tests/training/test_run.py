@@ -1,6 +1,8 @@
 """A run from its first step to its table."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,6 @@ from subquad.models import seq2seq
 from subquad.tasks.tokens import kept, words
 from subquad.training import checkpoints, load
 from subquad.training.data import Batches
-from subquad.training.memory import Peak
 from subquad.training.plan import chosen
 from tests.training.fake import SETTINGS, Fake, FakePairs, FakeText
 from tests.training.weights import equal, last, stop_after, weights
@@ -139,12 +140,15 @@ def test_what_is_only_a_bound_is_trained_if_named():
 
 
 def test_the_peak_is_that_of_training_alone():
-    peak = Peak(torch.device("cpu"))
-    with peak.paused():
-        torch.ones(2**25)  # 128 MiB
-    assert peak.bytes() < 2**26
-    torch.ones(2**25)
-    assert peak.bytes() > 2**26
+    """In a process of its own, as trainings are: another's garbage, freed meanwhile, would count against the peak."""
+    lines = (
+        "import torch; from subquad.training.memory import Peak; peak = Peak(torch.device('cpu'))",
+        "with peak.paused(): torch.ones(2**25)  # 128 MiB",
+        "print(peak.bytes()); torch.ones(2**25); print(peak.bytes())",
+    )
+    told = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    paused, counted = map(int, told.stdout.split())
+    assert paused < 2**26 < counted
 
 
 def test_methods_with_options_are_recorded_with_all_of_them(run):
