@@ -234,8 +234,8 @@ def test_the_best_comes_first_with_its_cost_beside_softmax(tables):
     head = "| method | accuracy | loss | step time | of `softmax`'s time | step memory | of `softmax`'s memory | parameters | minutes | options |"
     first = lines.index(head) + 2
     assert lines[first : first + 3] == [
-        "| `linear` | 75.0% | 1 | 250 ms | 0.50 (0.40 to 0.60) | 250 MiB | 0.50 | 1,000 | 1.5 |  |",
-        "| `softmax` | 50.0% | 1.5 | 500 ms | 1 | 500 MiB | 1.00 | 1,000 | 1.5 |  |",
+        "| `linear` | 75.0% | 1.000 | 250 ms | 0.50 (0.40 to 0.60) | 250 MiB | 0.50 | 1,000 | 1.5 |  |",
+        "| `softmax` | 50.0% | 1.500 | 500 ms | 1 | 500 MiB | 1.00 | 1,000 | 1.5 |  |",
         "| `local` | not run yet |  | 400 ms | 0.80 (0.70 to 0.90) | 400 MiB | 0.80 |  |  |  |",
     ]
     where = "P, 2 cores, 1 thread, S, PyTorch 1, Python 3"
@@ -256,12 +256,12 @@ def test_options_fit_the_length_and_stand_in_the_table_and_in_the_command(tables
 def test_without_times_the_page_says_how_to_measure_them(tables):
     tables(replace(SHORT, methods=("softmax", "linear")))
     [table] = cells.TABLES
-    assert "| `softmax` | 50.0% | 1.5 | - | - | - | - | 1,000 | 1.5 |  |" in shown(table, {})
+    assert "| `softmax` | 50.0% | 1.500 | - | - | - | - | 1,000 | 1.5 |  |" in shown(table, {})
     line = "`python benchmarks/results.py --times --only short`"
     assert f"- Step times are not measured yet: {line}." in shown(table)
     before = timed(replace(table, given={**table.given, "dim": 16}), softmax=500.0, linear=250.0)
     lines = shown(table, {}, times=before)
-    assert "| `softmax` | 50.0% | 1.5 | - | - | - | - | 1,000 | 1.5 |  |" in lines
+    assert "| `softmax` | 50.0% | 1.500 | - | - | - | - | 1,000 | 1.5 |  |" in lines
     assert f"- Some step times are of other settings, and not shown: {line}." in lines
 
 

@@ -152,7 +152,7 @@ def _mean(row: Filled, figure: str) -> float:
 def _scores(row: Filled, figure: str) -> str:
     """The mean over seeds, with the least and the greatest."""
     values = [record["test"][figure] for record in row.done]
-    shown = "{:.1%}".format if figure in _PERCENT else "{:.4g}".format
+    shown = "{:.1%}".format if figure in _PERCENT else lambda value: f"{value:#.4g}".rstrip(".")
     if len(row.row.cells) == 1:
         return shown(values[0])
     missing = "" if len(values) == len(row.row.cells) else f", {len(values)} of {len(row.row.cells)} seeds"
