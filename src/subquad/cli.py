@@ -17,7 +17,7 @@ import subquad
 from subquad import Info, InputError, MissingExtraError, SubquadError
 from subquad.cli_convert import convert
 from subquad.cli_generate import generate
-from subquad.cli_parts import Bar, configured
+from subquad.cli_parts import Bar, configured, folder_named
 from subquad.cli_train import train
 from subquad.registry import resolve
 from subquad.report import attention_map, render, save, save_charts, write_page
@@ -149,7 +149,9 @@ def compare(
     decode: Annotated[bool, typer.Option(help="Also time one token after so many others, where there is a state.")] = True,
     threads: Annotated[int | None, typer.Option(help="Threads; by default as many as PyTorch takes.", min=1)] = None,
     device: Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")] = "cpu",
-    out: Annotated[Path, typer.Option(help="Folder for results.json and report.html.")] = Path("subquad-compare"),
+    out: Annotated[Path, typer.Option(parser=folder_named, help="Folder for results.json and report.html.")] = Path(
+        "subquad-compare"
+    ),
     budget: Annotated[float, typer.Option(help="Minutes that the measurements may take.")] = 3.0,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; without it, results in the folder are gone on from.")

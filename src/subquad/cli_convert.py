@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from subquad import InputError, OptionError
-from subquad.cli_parts import Bar, configured, printed, time_left
+from subquad.cli_parts import Bar, configured, folder_named, print_table, time_left
 from subquad.extras import need
 
-_WORST = 10  # heads that are printed
+_WORST = 10  # heads that are print_table
 
 
 def convert(
@@ -59,7 +59,7 @@ def convert(
     seed: Annotated[int, typer.Option(help="Of new weights and of the order of batches.")] = 0,
     threads: Annotated[int | None, typer.Option(help="Threads; by default as many as PyTorch takes.", min=1)] = None,
     report: Annotated[bool, typer.Option("--report", help="Write the page, report.html.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the conversion.")] = Path("subquad-convert"),
+    out: Annotated[Path, typer.Option(parser=folder_named, help="Folder of the conversion.")] = Path("subquad-convert"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is unfinished in the folder.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over, and remove the conversion in the folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
@@ -135,10 +135,10 @@ def _print(results: Any, places: list[Path]) -> None:
     console = Console(highlight=False)
     console.print(escape(headline(results)), style="bold", soft_wrap=True)
     if results.last is not None:
-        console.print(printed(summary(results)))
+        print_table(console, summary(results))
     if results.last is not None and results.last.heads:
         console.print("The heads with the most damage:")
-        console.print(printed(heads(results, _WORST)))
+        print_table(console, heads(results, _WORST))
     if not any(places[0].glob("tokenizer*")):
         console.print("There is no tokenizer beside the model, so none was saved.", style="dim", soft_wrap=True)
     console.print("Written: " + ", ".join(map(str, places)), soft_wrap=True)

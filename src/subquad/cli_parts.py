@@ -5,18 +5,22 @@ from __future__ import annotations
 import ast
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from typer import BadParameter
 
 from subquad import Config, OptionError
 from subquad.registry import resolve
 
 LINE_EVERY = 60.0  # seconds
+_WIDEST = 1_000  # columns of a table
 
 
 class Bar:
@@ -52,14 +56,29 @@ def time_left(seconds: float | None) -> str:
     return f"about {minutes} min {rest:02} s left" if minutes else f"about {rest} s left"
 
 
-def printed(table: Any) -> Table:
-    """A table of a report (`subquad.report.tables.Table`) for the terminal: words at the left, then numbers."""
+def print_table(console: Console, table: Any) -> None:
+    """A table of a report (`subquad.report.tables.Table`): words at the left, then numbers."""
     found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column, heading in enumerate(table.headings):
-        found.add_column(heading, justify="right" if column else "left", no_wrap=not column)
+        found.add_column("\n".join(heading.split()), justify="right" if column else "left", no_wrap=True)
     for row in table.rows:
         found.add_row(*(escape(cell.text) for cell in row))
-    return found
+    print_whole(console, found)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """In a window that is too narrow its lines run on: a figure that is cut is none."""
+    needed = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
+    width, console.width = console.width, max(console.width, needed)
+    console.print(table)
+    console.width = width
+
+
+def folder_named(text: str) -> Path:
+    """For --out."""
+    if not text:
+        raise BadParameter("a folder has a name; got an empty one. Leave it out, or write . for this folder.")
+    return Path(text)
 
 
 def configured(method: str, options: Sequence[str], example: str = "--option features=128") -> Config:

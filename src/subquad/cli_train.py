@@ -15,9 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from subquad import Config, InputError, MissingExtraError
-from subquad.cli_parts import Bar, configured, named_values, printed, time_left
+from subquad.cli_parts import Bar, configured, folder_named, named_values, print_table, print_whole, time_left
 from subquad.registry import resolve
 
+_WORDS = 35  # columns for what a task is, of the 80 that a window has
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -56,7 +57,9 @@ def train(
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; by default a tenth of all.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads; by default as many as PyTorch takes.", min=1)] = None,
     data: Annotated[str | None, typer.Option(help="Folder with local copies of data; by default SUBQUAD_DATA.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run; by default subquad-train/TASK.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=folder_named, help="Folder of the run; by default subquad-train/TASK.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is unfinished in the folder.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over, and remove the run in the folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
@@ -104,12 +107,18 @@ def train(
             raise typer.Exit(130) from None
     if not is_first:
         return
+    places = _written(results, folder)
     if as_json:
         typer.echo(written(results))
     else:
-        _print(console, results, folder)
-    if any(record.status in ("failed", "diverged") for record in results.records):
+        _print(console, results, places)
+    if any(record.status in ("failed", "diverged") or _is_refused_late(record) for record in results.records):
         raise typer.Exit(1)
+
+
+def _is_refused_late(record: Any) -> bool:
+    """By its own building or first step, rather than as one that `all` leaves out."""
+    return record.status == "refused" and record.steps is not None
 
 
 def _methods(text: str, options: Sequence[str]) -> list[str | Config]:
@@ -138,30 +147,40 @@ def _list_tasks() -> None:
     from subquad.tasks import TASKS
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("task", "what", "kind", "metric", "data"):
-        table.add_column(heading, style="bold" if heading == "task" else "")
+    table.add_column("task", style="bold", no_wrap=True)
+    table.add_column("what", max_width=_WORDS)
+    for heading in ("kind", "metric"):
+        table.add_column(heading, no_wrap=True)
     for task in TASKS.values():
         info = task.info
-        table.add_row(info.name, escape(info.idea), info.kind, info.metric, info.source or "none to get")
-    Console(highlight=False).print(table)
+        data = f" [dim]({info.source})[/dim]" if info.source else ""
+        table.add_row(info.name, escape(info.idea) + data, info.kind, info.metric)
+    print_whole(Console(highlight=False), table)
 
 
-def _print(console: Console, results: Any, folder: Path) -> None:
-    from subquad.report.training import summary, write_training_page
+def _written(results: Any, folder: Path) -> list[Path]:
+    """The files of a run; the page is made now, unless what it needs is not installed."""
+    from subquad.report.training import write_training_page
 
-    console.print(printed(summary(results)))
+    files = [folder / "results.json"]
+    try:
+        write_training_page(results, folder / "report.html")
+        files.append(folder / "report.html")
+    except MissingExtraError as error:
+        Console(stderr=True).print(f"[yellow]no page:[/yellow] {escape(str(error))}")
+    return files
+
+
+def _print(console: Console, results: Any, places: list[Path]) -> None:
+    from subquad.report.training import summary
+
+    print_table(console, summary(results))
     for record in results.records:
         if record.why:
             console.print(f"{record.method}: {record.status}. {escape(record.why)}", style="dim", soft_wrap=True)
         elif record.losses:
             console.print(f"{record.method:<16}{_sparkline([loss for _, loss in record.losses], 40)}", style="dim")
-    written = [folder / "results.json"]
-    try:
-        write_training_page(results, folder / "report.html")
-        written.append(folder / "report.html")
-    except MissingExtraError as error:
-        Console(stderr=True).print(f"[yellow]no page:[/yellow] {escape(str(error))}")
-    console.print("Written: " + ", ".join(map(str, written)), soft_wrap=True)
+    console.print("Written: " + ", ".join(map(str, places)), soft_wrap=True)
 
 
 def _sparkline(values: Sequence[float], width: int = 12) -> str:

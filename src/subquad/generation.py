@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -17,7 +17,7 @@ from subquad import checks
 from subquad.conversion import record
 from subquad.conversion.opening import class_of, context_of, open_config, open_model, open_tokenizer
 from subquad.errors import InputError
-from subquad.models import SubquadCache
+from subquad.models import SubquadCache, SubquadConfig, SubquadModel
 from subquad.tasks.language import BYTES, byte_ids
 
 VALUES = 256  # of a byte
@@ -65,7 +65,8 @@ class Writer:
     def open(cls, place: str, *, is_bytes: bool = False, dtype: str = "float32") -> Writer:
         """From a folder or a hub name; `is_bytes` says that tokens are bytes, where its config does not."""
         config = open_config(place)
-        _require_head(class_of(config))
+        kind = class_of(config)
+        _require_head(SubquadModel if kind is AutoModel and isinstance(config, SubquadConfig) else kind, config)
         is_bytes = is_bytes or getattr(config, "tokenizer_class", None) == BYTES
         if is_bytes and config.vocab_size > VALUES:
             raise InputError(f"a byte has {VALUES} values; got a model of {config.vocab_size:,} tokens. Leave --bytes out.")
@@ -74,7 +75,7 @@ class Writer:
         except InputError as error:
             raise InputError(f"{error} If the model's tokens are bytes, say --bytes.") from error
         model = open_model(place, config, dtype=dtype)
-        _require_head(type(model))
+        _require_head(type(model), config)
         return cls(model, tokenizer)
 
     def write(
@@ -123,7 +124,7 @@ class Writer:
                 f"this model has no positions beyond its context of {context_of(self.model.config)} tokens. Leave "
                 "--beyond-context out."
             ) from error
-        ids = found.sequences[0] if is_answer else found.sequences[0, read:]
+        ids = found.sequences[0, 1 if is_answer else read :]  # an answer begins behind the decoder's start
         is_cut = allowed < max_new_tokens and len(ids) == allowed
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return Written(text, len(ids), time.monotonic() - begun, state_bytes(found.past_key_values), is_cut)
@@ -159,10 +160,11 @@ def state_bytes(cache: Any) -> int | None:
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
 
-def _require_head(kind: Any) -> None:
+def _require_head(kind: Any, config: PreTrainedConfig) -> None:
     """That models of this class write text; an Auto class cannot tell before there is a model."""
     if issubclass(kind, PreTrainedModel) and not kind.can_generate():
-        raise InputError(f"{kind.__name__} has no head that writes text. Pass a language model.")
+        name = (config.architectures or [kind.__name__])[0]
+        raise InputError(f"{name} has no head that writes text. Pass a language model.")
 
 
 def _choice(temperature: float | None, top_p: float | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`subquad generate`: text from converted, trained and ordinary models."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,19 @@ def test_it_is_what_generate_gives(kind, request):
     assert invoke(folder, PROMPT, "--max-new-tokens", 9, "--stream").stdout == done.stdout
     for end in ("", "\n"):
         assert invoke(folder, "-", "--max-new-tokens", 9, input=PROMPT + end).stdout == done.stdout
+
+
+def test_the_start_of_an_answer_is_not_counted(t5):
+    written = Writer.open(str(t5)).write(PROMPT, max_new_tokens=5)
+    assert 1 <= written.tokens <= 5
+
+
+@pytest.mark.parametrize("method", ["linear", "softmax"])
+def test_a_model_of_recall_writes_no_text(method, tmp_path):
+    task = TASKS["recall"]()
+    task.model(method, replace(task.info.defaults, layers=1, dim=16, heads=2)).save_pretrained(tmp_path)
+    with pytest.raises(sq.InputError, match="SubquadForRecall has no head that writes text"):
+        Writer.open(str(tmp_path))
 
 
 def test_text_comes_as_it_is_written(llama):

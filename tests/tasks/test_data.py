@@ -333,7 +333,13 @@ def test_text_that_is_too_short_for_a_block_is_refused(name, local, small):
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "said"), [("recall", 20, "multiple of 8"), ("recall", 8, "16"), ("listops", 4, "8 tokens")]
+    ("name", "length", "said"),
+    [
+        ("recall", 20, "multiple of 8"),
+        ("recall", 8, "16"),
+        ("listops", 4, "8 tokens"),
+        ("pycode", 1, "--length is at least 2; got 1"),
+    ],
 )
 def test_lengths_that_a_generator_cannot_fill_are_refused(name, length, said):
     with pytest.raises(InputError, match=said):
@@ -371,7 +377,7 @@ def test_missing_and_wrong_folders_say_what_was_looked_for(name, copy, small):
 def test_a_damaged_file_is_named(name, copy, small):
     path = copy / name / FILES[name]
     whole = path.read_bytes()
-    for damage in (whole[: len(whole) * 2 // 3], b"not what it says"):
+    for damage in (whole[: len(whole) * 2 // 3], b"not what it says", b""):
         path.write_bytes(damage)
         with pytest.raises(DataError, match=rf"{FILES[name]} cannot be read: .*Get it again"):
             TASKS[name]().load(copy, tiny(name))

@@ -17,7 +17,7 @@ from subquad.bench.results import alone
 from subquad.cli import app
 from subquad.cli_train import _methods, _sparkline
 from subquad.tasks import TASKS
-from subquad.training import load, train
+from subquad.training import Record, Results, load, train
 from tests.training.weights import equal, last
 
 SIZES = {"layers": 1, "dim": 16, "heads": 2, "batch": 16, "steps": 120, "dropout": 0.1}
@@ -88,6 +88,7 @@ def test_a_run_survives_ctrl_c_and_kill_and_ends_with_the_same_bits(tmp_path):
         (["digits", "--method", "LINEAR"], "did you mean 'linear'"),
         (["digits", "--method", "linear", "--resume", "--fresh"], "got --resume and --fresh"),
         (["digits", "--method", "linear", "--data", "here"], "digits brings its data along"),
+        (["listops", "--method", "linear", "--data", "here"], "listops brings its data along"),
         (["recall", "--method", "nystrom"], "nystrom cannot do this"),
     ],
 )
@@ -98,9 +99,55 @@ def test_bad_input_is_refused(line, said, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_tasks_are_listed():
-    printed = CliRunner().invoke(app, ["train"]).stdout
-    assert all(name in printed for name in TASKS)
+@pytest.mark.parametrize("command", [["train", "digits", "--method", "linear"], ["compare"], ["convert", "model"]])
+def test_an_empty_name_is_no_folder(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [*command, "--out", ""], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "a folder has a name; got an empty one" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_tasks_are_listed_however_narrow_the_window_is():
+    printed = CliRunner().invoke(app, ["train"], env={"COLUMNS": "40"}).stdout
+    assert all(name in printed and task.info.kind in printed for name, task in TASKS.items())
+    assert "…" not in printed
+
+
+def test_figures_are_whole_in_a_narrow_window_and_with_json_there_is_a_page(tmp_path):
+    sizes = [
+        "--steps",
+        "2",
+        "--batch",
+        "4",
+        "--layers",
+        "1",
+        "--dim",
+        "8",
+        "--heads",
+        "2",
+        "--threads",
+        "1",
+        "--eval-rows",
+        "4",
+    ]
+    line = ["train", "digits", "--method", "linear", *sizes, "--out", str(tmp_path)]
+    found = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)["records"][0]
+    assert (tmp_path / "report.html").exists()
+    printed = CliRunner().invoke(app, line, env={"COLUMNS": "30"}).stdout
+    assert f"{found['test']['accuracy']:.4g}" in printed
+    assert "…" not in printed
+
+
+def test_a_method_that_refuses_to_be_built_is_no_success(tmp_path, monkeypatch):
+    record = Record("linear", status="refused", why="no", steps=3)
+    table = {"metric": "accuracy", "higher_is_better": True, "name": "digits", "idea": ""}
+    monkeypatch.setattr("subquad.training.train", lambda *_, **__: Results(table, {}, {}, records=[record]))
+    monkeypatch.setattr("subquad.cli_train._written", lambda results, folder: [])
+    monkeypatch.setattr("subquad.cli_train._print", lambda *_: None)
+    assert CliRunner().invoke(app, ["train", "digits", "--method", "linear"]).exit_code == 1
+    record.steps = None  # one that `all` leaves out
+    assert CliRunner().invoke(app, ["train", "digits", "--method", "linear"]).exit_code == 0
 
 
 def test_options_go_to_their_method():

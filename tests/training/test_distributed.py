@@ -17,7 +17,8 @@ import pytest
 import torch.distributed as dist
 from accelerate import DistributedType, PartialState
 
-from subquad.errors import InputError
+from subquad.bench.results import alone
+from subquad.errors import SubquadError
 from subquad.training import checkpoints, load, train
 from tests.training.fake import SETTINGS, FakeText
 from tests.training.weights import last
@@ -63,7 +64,7 @@ def disguise():
 
 
 def refused(rank, port, folder, *more):
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(SubquadError) as caught:
         work(rank, port, folder, *more)
     (folder / str(rank)).write_text(str(caught.value))
 
@@ -90,14 +91,14 @@ def test_two_processes_have_the_losses_of_one_and_only_the_first_writes(run, tmp
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert not (tmp_path / "other").exists()
     both = load(tmp_path / "shared" / "results.json")
-    for alone, shared in zip(one.records, both.records, strict=True):
-        newest = checkpoints.latest(tmp_path / "shared" / alone.method)
+    for single, shared in zip(one.records, both.records, strict=True):
+        newest = checkpoints.latest(tmp_path / "shared" / single.method)
         assert (newest / "pytorch_model_fsdp.bin").exists() == bool(given)
         assert (shared.status, shared.processes) == ("done", 2)
-        assert [loss for _, loss in shared.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-5)
-        assert [e["loss"] for e in shared.evals] == pytest.approx([e["loss"] for e in alone.evals], rel=1e-5)
-        assert shared.test["loss"] == pytest.approx(alone.test["loss"], rel=1e-5)
-        a, b = (last(tmp_path / name / alone.method) for name in ("one", "shared"))
+        assert [loss for _, loss in shared.losses] == pytest.approx([loss for _, loss in single.losses], rel=1e-5)
+        assert [e["loss"] for e in shared.evals] == pytest.approx([e["loss"] for e in single.evals], rel=1e-5)
+        assert shared.test["loss"] == pytest.approx(single.test["loss"], rel=1e-5)
+        a, b = (last(tmp_path / name / single.method) for name in ("one", "shared"))
         assert all((a[name] - b[name]).abs().max() < 1e-4 for name in a)
 
 
@@ -107,6 +108,15 @@ def test_fsdp_on_cpus_is_refused_rather_than_ignored(tmp_path):
         worker.join(120)
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert {path.name: path.read_text()[:15] for path in tmp_path.iterdir()} == {"0": "FSDP needs GPUs", "1": "FSDP needs GPUs"}
+
+
+def test_a_folder_that_another_run_writes_to_is_refused_by_all_processes(tmp_path):
+    with alone(tmp_path / "shared", "training"):
+        workers = two(tmp_path, {}, target=refused)
+        for worker in workers:
+            worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert all("another training is writing to" in (tmp_path / rank).read_text() for rank in "01")
 
 
 def launched(out, *more):

@@ -104,6 +104,108 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_not_gone_on_from(run, tmp
     assert run(resume=True).records[0].status == "done"
 
 
+@pytest.mark.parametrize("damage", ["removed", "cut"])
+def test_without_its_best_model_a_run_is_not_gone_on_with(run, tmp_path, damage):
+    """It would be missed at the end, when the test rows are scored with it."""
+    with pytest.raises(KeyboardInterrupt):
+        run(eval_every=5, watch=stop_after(6))
+    best = tmp_path / "run" / "linear" / "best"
+    kept = shutil.copytree(best, tmp_path / "kept")
+    shutil.rmtree(best) if damage == "removed" else (best / "model.safetensors").write_bytes(b"half")
+    named = {"removed": r"contents\.json", "cut": r"model\.safetensors"}[damage]
+    with pytest.raises(sq.SubquadError, match=rf"best these are missing or have changed: {named}\. Put them back, or remove"):
+        run(eval_every=5, resume=True)
+    shutil.copytree(kept, best, dirs_exist_ok=True)
+    assert run(eval_every=5, resume=True).records[0].status == "done"
+
+
+class OtherRows(Fake):
+    """The same rows, but for one part of them in another order."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def load(self, folder, settings):
+        splits = super().load(folder, settings)
+        rows = getattr(splits, self.part)
+        return replace(splits, **{self.part: rows.take(torch.arange(len(rows)).flip(0))})
+
+
+@pytest.mark.parametrize("part", ["train", "valid", "test"])
+def test_a_table_is_of_one_set_of_rows(run, monkeypatch, part):
+    with pytest.raises(KeyboardInterrupt):
+        run("linear", watch=stop_after(6))
+    other = OtherRows(part)
+    monkeypatch.setattr("subquad.training.sitting.place", lambda task: "tests.training.fake:Fake")
+    for methods in (["linear"], ["softmax"]):
+        with pytest.raises(sq.InputError, match="a table is of one set of rows; those that this machine has now are others"):
+            run(*methods, task=other, resume=True)
+    assert run("linear", resume=True).records[0].status == "done"
+
+
+def test_smoothing_is_for_classes(run, tmp_path):
+    class Numbers(Fake):
+        def load(self, folder, settings):
+            splits = super().load(folder, settings)
+            splits.valid.columns["labels"] = splits.valid.columns["labels"].float()
+            return splits
+
+    with pytest.raises(sq.InputError, match="label_smoothing is for classes"):
+        run(task=Numbers(), settings=replace(SETTINGS, label_smoothing=0.1))
+
+
+def test_a_score_that_is_not_finite_is_a_divergence(run):
+    class Lost(Fake):
+        def score(self, model, rows, splits, settings):
+            return {**super().score(model, rows, splits, settings), "loss": float("inf")}
+
+    record = run(task=Lost(), eval_every=5).records[0]
+    assert record.status == "diverged"
+    assert "on validation rows the loss is inf at step 5, with a learning rate of" in record.why
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"status": "bogus"}, "the status of linear is one of waiting, .*; got 'bogus'"),
+        ({"step": 8}, "linear is done after 12 steps; got 8"),
+        ({"test": {"accuracy": "high"}}, "the figures of linear on test rows are numbers"),
+    ],
+)
+def test_results_that_make_no_sense_are_refused(run, tmp_path, change, said):
+    run()
+    path = tmp_path / "run" / "results.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, "records": [{**saved["records"][0], **change}]}))
+    with pytest.raises(sq.SubquadError, match=said):
+        run("linear", "softmax")
+    path.write_text(json.dumps({**saved, "task": {}}))
+    with pytest.raises(sq.SubquadError, match="task has a metric"):
+        run("linear", "softmax")
+
+
+def test_a_file_where_a_method_would_have_its_folder_is_refused(run, tmp_path):
+    run()
+    (tmp_path / "run" / "softmax").write_text("mine")
+    with pytest.raises(sq.SubquadError, match=r"a folder of its name; .*softmax is none\. Move it away"):
+        run("linear", "softmax")
+
+
+def test_arguments_of_another_kind_are_refused(tmp_path):
+    class Mine(Fake):
+        pass
+
+    for task, methods, said in (
+        ("digits", ["linear"], r"task is a Task, such as subquad\.tasks\.TASKS\['digits'\]\(\); got 'digits'"),
+        (Fake(), "linear", r"got 'linear'\. Write \['linear'\]"),
+        (Mine(), ["linear"], "Put it into a module, or pass is_apart=False"),
+    ):
+        with pytest.raises(sq.InputError, match=said):
+            train(task, methods, out=tmp_path / "run")
+    results = train(Mine(), ["linear"], out=str(tmp_path / "run"), threads=1, is_apart=False)
+    assert results.records[0].status == "done"
+
+
 def test_a_method_whose_folder_is_removed_starts_over(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(watch=stop_after(6))
@@ -148,6 +250,8 @@ def test_starting_over_leaves_the_file_of_another_program_alone(run, tmp_path):
     path = tmp_path / "run" / "results.json"
     for content in ('{"mine": 1}', "[1, 2]"):
         path.write_text(content)
+        with pytest.raises(sq.SubquadError, match=r"written by another program: choose another folder\.$"):
+            run(resume=True)
         with pytest.raises(sq.SubquadError, match=r"is of something else\. Choose another --out"):
             run(fresh=True)
         assert path.read_text() == content

@@ -128,9 +128,10 @@ def read(path: Path, schema: str, version: int) -> dict[str, Any]:
         raise ResultsError(f"{path} is not whole JSON ({error}). Move it away, or start over with --fresh.") from error
     found = (saved.get("schema"), saved.get("version")) if isinstance(saved, dict) else (None, None)
     if found != (schema, version):
+        writer, also = ("release", ", or start over with --fresh") if found[0] == schema else ("program", "")
         raise ResultsError(
             f"{path} must have schema {schema!r}, version {version}; got {found[0]!r}, version {found[1]!r}. "
-            "It was written by another program or release: choose another folder, or start over with --fresh."
+            f"It was written by another {writer}: choose another folder{also}."
         )
     return {name: value for name, value in saved.items() if name not in ("schema", "version")}
 

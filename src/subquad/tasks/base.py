@@ -82,6 +82,10 @@ class Task(ABC):
                 raise OptionError(f"the option {name} of {self.info.name} is one of {choices}; got {value!r}.")
         return {name: choices[0] for name, choices in known.items()} | dict(settings.options)
 
+    def reads_folder(self, settings: Settings) -> bool:
+        """Whether a folder with local copies of data is of any use to it."""
+        return bool(self.info.folder)
+
     @abstractmethod
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         """The data: from `folder`, a local copy, or from the public source. The same settings give the same rows."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from subquad.errors import InputError
 from subquad.mechanisms import Config
 from subquad.models import SubquadForCausalLM
 from subquad.models.inputs import IGNORED
@@ -25,6 +26,8 @@ class LanguageModel(Task):
 
     def splits(self, train: Tensor, valid: Tensor, test: Tensor, settings: Settings) -> Splits:
         """Texts of token ids (T,) in blocks."""
+        if settings.length < 2:
+            raise InputError(f"{self.info.name} predicts tokens from those before them: --length is at least 2; got 1.")
         for name, text in {"training": train, "validation": valid, "test": test}.items():
             advice = "Choose a smaller --length, or get a longer text."
             require_rows(self.info, len(text), settings.length, f"tokens of {name} text, one block of --length", advice)

@@ -59,6 +59,9 @@ class ListOps(Classification):
         options={"test": tuple(DRAWN)},
     )
 
+    def reads_folder(self, settings: Settings) -> bool:
+        return self.options(settings)["test"] != "generated"
+
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         if settings.length < LEAST:
             raise InputError(f"listops needs a length of at least {LEAST} tokens; got {settings.length}.")

@@ -56,7 +56,10 @@ class Recall(Task):
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         length = settings.length
         if length < LEAST or length % 8:
-            raise InputError(f"recall has pairs in a quarter of its length, a multiple of 8 of at least {LEAST}; got {length}.")
+            raise InputError(
+                f"recall has pairs in a quarter of its length, a multiple of 8 of at least {LEAST}; got {length}. "
+                "Choose --length 64, say."
+            )
         if length // 8 > KEYS:
             raise InputError(
                 f"recall has {KEYS} keys, enough for a length of {8 * KEYS}; got {length}. Choose a smaller --length."
@@ -80,6 +83,10 @@ class SubquadForRecall(SubquadForCausalLM):
         super().__init__(config)
         self.before = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.post_init()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return False  # it answers questions, and keeps no token before the first of a piece
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **given: Any) -> CausalLMOutputWithPast:
         x = self.get_input_embeddings()(input_ids)

@@ -62,7 +62,9 @@ def lines(path: Path) -> list[str]:
         text = read(path).decode()
     except UnicodeDecodeError as error:
         raise damaged(path, error) from error
-    return text.removesuffix("\n").split("\n") if text else []
+    if not text.strip():
+        raise damaged(path, "it is empty")
+    return text.removesuffix("\n").split("\n")
 
 
 def parsed(path: Path, rows: Iterable[Read], parse: Callable[[Read], Parsed], what: str) -> list[Parsed]:

@@ -8,6 +8,7 @@ same, so that figures with `bpe` and `word` compare.
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +25,7 @@ from subquad.tasks.tokens import FIRST, bpe, kept, words
 
 END, UNKNOWN = "<eos>", "<unk>"
 PIECES = 4_000
+_MOST = math.log(sys.float_info.max)
 HUB = {"train": "train", "valid": "validation", "test": "test"}
 
 
@@ -64,7 +66,8 @@ class WikiText2(LanguageModel):
 
     def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
         total, count, _ = nats(model, rows, splits, settings)
-        return {"perplexity": math.exp(total / self.words(rows)), "loss": total / count}
+        by_word = total / self.words(rows)
+        return {"perplexity": math.exp(by_word) if by_word < _MOST else math.inf, "loss": total / count}
 
     def words(self, rows: Dataset[Row]) -> int:
         """How many words the labels of `rows` begin."""

@@ -1,7 +1,7 @@
 """Folders that are never half written: checkpoints to go on from, and the best model so far.
 
-A folder is filled under another name, brought to the disk, and renamed. What it replaces goes only after that. A checkpoint has
-the checksums of its files beside them: of one that somebody has changed since, nothing is gone on from.
+A folder is filled under another name, brought to the disk, and renamed. What it replaces goes only after that. It has the
+checksums of its files beside them: of one that somebody has changed since, nothing is gone on from.
 
     OUT/METHOD/checkpoint-120   the newest, to go on from
     OUT/METHOD/best             the best model, as `save_pretrained` writes it
@@ -24,7 +24,7 @@ PREFIX = "checkpoint-"
 BEST = "best"
 LOG = "log.txt"  # what the process and its libraries say
 STAGE = ".writing"
-CONTENTS = "contents.json"  # in a checkpoint: the checksum of each file
+CONTENTS = "contents.json"  # in each: the checksum of its other files
 _OLD = ".old"
 _PIECE = 2**20  # bytes read at a time
 
@@ -34,7 +34,7 @@ class SaveError(SubquadError, OSError):
 
 
 class DamagedError(SubquadError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint or a model that is not as it was written."""
 
 
 def latest(folder: Path) -> Path | None:
@@ -52,29 +52,29 @@ def is_used(folder: Path) -> bool:
     return latest(folder) is not None or (folder / BEST).exists()
 
 
-def seal(checkpoint: Path) -> None:
+def seal(written: Path) -> None:
     """Write down what is in it."""
-    files.write(checkpoint / CONTENTS, json.dumps(_sums(checkpoint)).encode())
+    files.write(written / CONTENTS, json.dumps(_sums(written)).encode())
 
 
-def require_whole(checkpoint: Path) -> None:
-    """Refuse one in which a file is missing, or not as it was when it was sealed."""
-    there = _sums(checkpoint)
+def require_whole(written: Path) -> None:
+    """Refuse a checkpoint or a best model in which a file is missing, or not as it was when it was sealed."""
+    there = _sums(written)
     try:
-        sealed = dict(json.loads((checkpoint / CONTENTS).read_text()))
+        sealed = dict(json.loads((written / CONTENTS).read_text()))
     except (OSError, TypeError, ValueError):
         sealed = {CONTENTS: None}
     misfits = [name for name in sealed if name not in there or there[name] != sealed[name]]
     if misfits:
         raise DamagedError(
-            f"a run goes on from a checkpoint as it was written; in {checkpoint} these are missing or have changed: "
-            f"{', '.join(misfits)}. Put them back, or remove {checkpoint.parent} to start that method over."
+            f"a run goes on from what it has written; in {written} these are missing or have changed: "
+            f"{', '.join(misfits)}. Put them back, or remove {written.parent} to start that method over."
         )
 
 
-def _sums(checkpoint: Path) -> dict[str, int]:
-    found = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != CONTENTS)
-    return {str(path.relative_to(checkpoint)): _sum(path) for path in found}
+def _sums(written: Path) -> dict[str, int]:
+    found = sorted(path for path in written.rglob("*") if path.is_file() and path.name != CONTENTS)
+    return {str(path.relative_to(written)): _sum(path) for path in found}
 
 
 def _sum(path: Path) -> int:
@@ -122,8 +122,7 @@ def write(
         fill(unfinished)
         together()
         if is_writer:
-            if target.name.startswith(PREFIX):
-                seal(unfinished)
+            seal(unfinished)
             _sync(unfinished)
             _exchange(unfinished, target)
     except Exception as error:  # writers of tensors make errors of their own of what the disk says

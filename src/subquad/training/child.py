@@ -26,10 +26,13 @@ from subquad.training.results import Record, record_from
 from subquad.training.stop import Stop
 
 
-def run_apart(plan: Plan, config: Config, folder: Path, tell: Callable[[Record], None], stop: Stop, lock: int | None) -> Record:
-    """As `run.run`, in a process of its own that inherits `lock`."""
+def run_apart(
+    plan: Plan, config: Config, folder: Path, tell: Callable[[Record], None], stop: Stop, lock: int | None, data: str
+) -> Record:
+    """As `run.run`, in a process of its own that inherits `lock`, on rows of the fingerprint `data`, if there is one."""
     folder.mkdir(parents=True, exist_ok=True)
     order = {"plan": plan.to_json(), "method": config.info.name, "options": options_of(config), "folder": str(folder)}
+    order |= {"data": data}
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -101,7 +104,7 @@ def main() -> None:
     task = placed(plan.task)
     with Stop() as stop:
         try:
-            splits = read_data(plan, task)
+            splits = read_data(plan, task, order["data"])
             config = config_from(order["method"], order["options"])
             folder = Path(order["folder"])
             run(Job(plan, task, splits, config, folder, lambda r: say(record=asdict(r)), lambda: stop.is_asked))

@@ -196,11 +196,11 @@ def check(plan: Plan, task: Task, processes: int) -> None:
         )
     if plan.data == "":
         raise InputError("--data is a folder; got an empty name. Leave it out, or name the folder.")
-    if plan.data is not None and not task.info.folder:
-        raise InputError(f"{task.info.name} brings its data along, and reads no folder; got --data {plan.data}. Leave it out.")
     require_precision(plan.precision)
     checks.seed(settings.seed)
     task.options(settings)
+    if plan.data is not None and not task.reads_folder(settings):
+        raise InputError(f"{task.info.name} brings its data along, and reads no folder; got --data {plan.data}. Leave it out.")
 
 
 def steps_of(settings: Settings, rows: int) -> int:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from subquad.bench.results import ResultsError, read, write_json
 
@@ -33,6 +33,7 @@ class Record:
         peak_bytes: memory that training held at its peak beyond what the process held before there was a model.
         seconds: spent on it, evaluations included, over all sittings.
         processes, threads: that the last sitting ran on.
+        data: the fingerprint of the rows it is trained and scored on.
     """
 
     method: str
@@ -52,6 +53,7 @@ class Record:
     seconds: float = 0.0
     processes: int = 1
     threads: int = 1
+    data: str = ""
 
     @property
     def best(self) -> dict[str, float] | None:
@@ -95,6 +97,11 @@ class Results:
         return str(self.task["metric"])
 
     @property
+    def data(self) -> str:
+        """The fingerprint of the rows that methods of this table were trained on, if any has begun."""
+        return next((r.data for r in self.records if r.data), "")
+
+    @property
     def is_finished(self) -> bool:
         return all(r.status in ("done", "diverged", "refused") for r in self.records)
 
@@ -120,9 +127,24 @@ def load(path: Path) -> Results:
     saved = read(path, SCHEMA, VERSION)
     try:
         known = {f.name: saved[f.name] for f in fields(Results)}
-        return Results(**{**known, "records": [record_from(r) for r in known["records"]]})
+        results = Results(**{**known, "records": [record_from(r) for r in known["records"]]})
+        _require_sense(results)
+        return results
     except (KeyError, TypeError, ValueError) as error:
         raise ResultsError(f"{path} lacks what results of this version have ({error}). Start over with --fresh.") from error
+
+
+def _require_sense(results: Results) -> None:
+    """What the table and the page rely on, whoever has edited the file."""
+    if not {"metric", "higher_is_better"} <= results.task.keys():
+        raise ValueError("task has a metric, and whether more of it is better")
+    for record in results.records:
+        if record.status not in get_args(Status):
+            raise ValueError(f"the status of {record.method} is one of {', '.join(get_args(Status))}; got {record.status!r}")
+        if record.status == "done" and record.step != record.steps:
+            raise ValueError(f"{record.method} is done after {record.steps} steps; got {record.step}")
+        if not all(isinstance(figure, int | float) for figure in record.test.values()):
+            raise ValueError(f"the figures of {record.method} on test rows are numbers; got {record.test}")
 
 
 def as_json(results: Results) -> str:

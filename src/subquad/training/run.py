@@ -15,7 +15,7 @@ from subquad.errors import InputError, SubquadError
 from subquad.tasks.base import Splits, Task
 from subquad.tasks.rows import length, lengths_of
 from subquad.training import checkpoints
-from subquad.training.data import Batches
+from subquad.training.data import Batches, fingerprint
 from subquad.training.memory import Peak
 from subquad.training.plan import Plan, data_folder, options_of, steps_of
 from subquad.training.results import Record
@@ -34,7 +34,8 @@ def process() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def read_data(plan: Plan, task: Task) -> Splits:
+def read_data(plan: Plan, task: Task, known: str = "") -> Splits:
+    """The rows of a run; refused where they are others than those of the fingerprint that is `known`."""
     with deterministic(plan.threads):
         torch.manual_seed(plan.settings.seed)
         splits = task.load(data_folder(plan.data), plan.settings)
@@ -42,6 +43,14 @@ def read_data(plan: Plan, task: Task) -> Splits:
         raise InputError(
             f"eval_rows is at most {length(splits.valid):,}, as many as there are validation rows; got {plan.eval_rows:,}. "
             "Choose fewer, or leave it out."
+        )
+    if plan.settings.label_smoothing and splits.collate([splits.valid[0]])["labels"].is_floating_point():
+        raise InputError("label_smoothing is for classes, and the labels of this task are numbers. Set it to 0.")
+    if known and fingerprint(splits) != known:
+        raise InputError(
+            f"a table is of one set of rows; those that {data_folder(plan.data) or task.info.source or 'this machine'} has now "
+            "are others than it began with. Name the data that it began with by --data, choose another --out, or start over "
+            "with --fresh."
         )
     return splits
 
@@ -52,7 +61,7 @@ def run(job: Job) -> Record:
     Disk errors and lost processes are raised: they concern all methods.
     """
     name, options = job.config.info.name, options_of(job.config)
-    record = Record(name, options, "running", processes=processes(), threads=job.plan.threads)
+    record = Record(name, options, "running", processes=processes(), threads=job.plan.threads, data=fingerprint(job.splits))
     try:
         with deterministic(job.plan.threads), quiet():
             _run(job, record)

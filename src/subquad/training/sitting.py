@@ -29,7 +29,7 @@ from subquad.training.precision import Precision
 from subquad.training.results import FILE, SCHEMA, UNFINISHED, Record, Results, load, save
 from subquad.training.run import LostError, process, processes, read_data, run
 from subquad.training.stop import Stop
-from subquad.training.trainer import Job, order_of
+from subquad.training.trainer import Job, has_best, order_of
 
 Tell = Callable[[Record], None]
 Work = Callable[[Config, Path, Tell], Record]
@@ -83,6 +83,8 @@ def train(
 
     KeyboardInterrupt is raised after Ctrl-C or SIGTERM, when the checkpoint is written.
     """
+    _require_arguments(task, methods, is_apart and processes() == 1)
+    out = Path(out)
     plan = Plan(
         task=place(task), settings=settings or task.info.defaults, precision=precision, checkpointing=checkpointing,
         eval_every=eval_every, save_every=save_every, eval_rows=eval_rows, threads=threads or torch.get_num_threads(),
@@ -97,7 +99,7 @@ def train(
     with alone(out, "training") as lock, Stop() as stop:
         results = _begin(plan, task, configs, refused, out, resume, fresh)
         sitting = _Sitting(results, configs, out, watch, is_writer=True)
-        work = _apart(plan, stop, lock) if is_apart else _here(plan, task, stop)
+        work = _apart(plan, stop, lock, results) if is_apart else _here(plan, task, stop, results)
         for config in sitting.due():
             sitting.do(work, config)
             if stop.is_asked:
@@ -105,12 +107,25 @@ def train(
     return results
 
 
-def _apart(plan: Plan, stop: Stop, lock: int | None) -> Work:
-    return lambda config, folder, tell: run_apart(plan, config, folder, tell, stop, lock)
+def _require_arguments(task: Task, methods: Sequence[str | Config], is_apart: bool) -> None:
+    if not isinstance(task, Task):
+        raise InputError(f"task is a Task, such as subquad.tasks.TASKS['digits'](); got {task!r}.")
+    if isinstance(methods, str | Config):
+        raise InputError(f"methods is a list of names or config objects; got {methods!r}. Write [{methods!r}].")
+    kind = type(task)
+    if is_apart and (kind.__module__ == "__main__" or "<locals>" in kind.__qualname__):
+        raise InputError(
+            f"each method has a process of its own, which imports the task; got {kind.__qualname__}, which stands in a script, "
+            "a notebook or a function. Put it into a module, or pass is_apart=False."
+        )
 
 
-def _here(plan: Plan, task: Task, stop: Stop) -> Work:
-    splits = read_data(plan, task)
+def _apart(plan: Plan, stop: Stop, lock: int | None, results: Results) -> Work:
+    return lambda config, folder, tell: run_apart(plan, config, folder, tell, stop, lock, results.data)
+
+
+def _here(plan: Plan, task: Task, stop: Stop, results: Results) -> Work:
+    splits = read_data(plan, task, results.data)
     return lambda config, folder, tell: run(Job(plan, task, splits, config, folder, tell, lambda: stop.is_asked))
 
 
@@ -126,10 +141,15 @@ def _shared(
     try:
         if state.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
             raise InputError("FSDP needs GPUs: accelerate would quietly copy the model to each CPU process. Leave it out.")
-        with Stop() as stop:
-            results = _agreed(lambda: _begin(plan, task, configs, refused, out, resume, fresh))
+        with contextlib.ExitStack() as held, Stop() as stop:
+
+            def begin() -> Results:
+                held.enter_context(alone(out, "training"))
+                return _begin(plan, task, configs, refused, out, resume, fresh)
+
+            results = _agreed(begin)
             sitting = _Sitting(results, configs, out, watch, is_writer=process() == 0)
-            work = _here(plan, task, stop)
+            work = _here(plan, task, stop, results)
             for config in sitting.due():
                 try:
                     sitting.do(work, config)
@@ -172,6 +192,10 @@ def _begin(
     elif path.exists() and _has_begun(before := load(path), out):
         results = before
         _compare(results, plan, configs, out, resume)
+    if blocked := [str(out / name) for name in configs if (out / name).exists() and not (out / name).is_dir()]:
+        raise ResultsError(
+            f"each method has a folder of its name; {', '.join(blocked)} is none. Move it away, or choose another --out."
+        )
     new = {name: config for name, config in configs.items() if results.record(name) is None}
     untold = [name for name in new if checkpoints.is_used(out / name)]
     if untold and not fresh:
@@ -203,6 +227,8 @@ def _compare(results: Results, plan: Plan, configs: dict[str, Config], out: Path
             newest = checkpoints.latest(out / record.method) if record.status in UNFINISHED else None
             if newest is not None:
                 checkpoints.require_whole(newest)
+                if has_best(newest):
+                    checkpoints.require_whole(newest.parent / checkpoints.BEST)
             order = ORDER if newest is None else order_of(newest)
             before, now = ({**record.options, "order of rows": order}, {**options_of(config), "order of rows": ORDER})
             differ += [f"{record.method}, {d}" for d in differences(before, now)]

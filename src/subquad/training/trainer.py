@@ -151,8 +151,6 @@ class MethodTrainer(Trainer):
         labels, smoothing = inputs["labels"], self.job.plan.settings.label_smoothing
         wanted = labels[:, 1:] if self.is_causal_lm else labels
         if smoothing:
-            if labels.is_floating_point():
-                raise InputError("label_smoothing is for classes, and these labels are numbers. Set it to 0.")
             outputs = model(**self._without_labels(inputs))
             logits = outputs.logits[:, :-1] if self.is_causal_lm else outputs.logits
             loss = F.cross_entropy(
@@ -176,6 +174,8 @@ class MethodTrainer(Trainer):
         """The task's figures on the validation rows; every process has those of the first. The best model is saved."""
         with self.peak.paused():
             figures = self.agreed(scored(self.model, self.job, self.valid))
+        if wild := [name for name, figure in figures.items() if not math.isfinite(figure)]:
+            raise self.diverged(f"on validation rows the {wild[0]} is {figures[wild[0]]}", self.state.global_step)
         best, metric = self.record.best, self.job.task.info.metric
         self.record.evals.append({"step": self.state.global_step, **figures})
         sign = 1 if self.job.task.info.higher_is_better else -1
@@ -204,6 +204,15 @@ class MethodTrainer(Trainer):
 
     def write(self, target: Path, fill: Callable[[Path], object]) -> None:
         checkpoints.write(target, fill, self.args.should_save, self.accelerator.wait_for_everyone)
+
+    def diverged(self, what: str, step: int) -> DivergedError:
+        rate = self.lr_scheduler.get_last_lr()[0]
+        newest = checkpoints.latest(self.job.folder)
+        kept = "no checkpoint was written before" if newest is None else f"the last good checkpoint, {newest}, is kept"
+        return DivergedError(
+            f"{what} at step {step}, with a learning rate of {rate:.3g}; {kept}. "
+            f"Start over with a lower --lr than {self.job.plan.settings.lr:g}, or a longer --warmup."
+        )
 
     def report(self) -> None:
         self.record.step = self.state.global_step
@@ -278,18 +287,8 @@ class _Watch(TrainerCallback):
         elif len(memory.recent) == _LASTING and min(memory.recent) > _TIMES * abs(memory.first):
             what = f"the loss has been above {_TIMES:g} times its first value, {memory.first:.4g}, for {_LASTING} steps"
         if what:
-            raise DivergedError(self._said(what, step))
+            raise self.trainer.diverged(what, step)
         memory.since.append(loss)
-
-    def _said(self, what: str, step: int) -> str:
-        trainer = self.trainer
-        rate = trainer.lr_scheduler.get_last_lr()[0]
-        newest = checkpoints.latest(trainer.job.folder)
-        kept = "no checkpoint was written before" if newest is None else f"the last good checkpoint, {newest}, is kept"
-        return (
-            f"{what} at step {step}, with a learning rate of {rate:.3g}; {kept}. "
-            f"Start over with a lower --lr than {trainer.job.plan.settings.lr:g}, or a longer --warmup."
-        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         trainer, step, steps = self.trainer, state.global_step, state.max_steps
@@ -309,6 +308,11 @@ class _Watch(TrainerCallback):
 def order_of(checkpoint: Path) -> int:
     """In which order the run that wrote it puts rows into batches (see `data.ORDER`)."""
     return int(json.loads((checkpoint / STATE).read_text())["order"])
+
+
+def has_best(checkpoint: Path) -> bool:
+    """Whether the run that wrote it had kept a best model by then."""
+    return json.loads((checkpoint / STATE).read_text())["record"]["best_step"] is not None
 
 
 def scored(model: Any, job: Job, rows: Dataset[Row]) -> dict[str, float]:
