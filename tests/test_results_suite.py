@@ -262,7 +262,7 @@ def test_without_times_the_page_says_how_to_measure_them(tables):
     before = timed(replace(table, given={**table.given, "dim": 16}), softmax=500.0, linear=250.0)
     lines = shown(table, {}, times=before)
     assert "| `softmax` | 50.0% | 1.500 | - | - | - | - | 1,000 | 1.5 |  |" in lines
-    assert f"- Some step times are of other settings, and not shown: {line}." in lines
+    assert f"- Some step times (`-`) are of other settings, and not shown: {line}." in lines
 
 
 def test_what_cannot_do_the_task_is_there_with_the_reason(tables):
@@ -271,6 +271,13 @@ def test_what_cannot_do_the_task_is_there_with_the_reason(tables):
     for method in sq.methods():
         why = sq.why_not(configured(method, 64), is_causal=True, decode=True)
         assert any(line.startswith(f"| `{method}` | {'no: ' + why[0] if why else ''}") for line in lines), method
+
+
+@pytest.mark.parametrize("name", ["listops-128", "listops-256"])
+def test_what_a_guess_would_score_at_listops(name):
+    [table] = [table for table in cells.TABLES if table.name == name]
+    counts = named("listops").load(None, table.settings).test.labels.bincount()
+    assert f"right for {counts.max() / counts.sum():.1%}" in table.about
 
 
 def test_all_scores_stand_in_one_table(tables):
@@ -455,6 +462,7 @@ def test_the_command_of_a_cell_trains_what_is_declared(cell, monkeypatch):
         return Results({}, {}, {})
 
     monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr("subquad.cli_train._written", lambda results, folder: [])
     found = CliRunner().invoke(app, [*cell.command(), "--json"])
     assert found.exit_code == 0, found.exception
 

@@ -186,7 +186,7 @@ def _under(table: Table, done: Sequence[tuple[str, Saved]], timed: Timed | None)
     others = "".join(f", {name} {value}" for name, value in table.given.items() if name in ("precision", "checkpointing"))
     lines = [f"Settings: {_settings(table.settings)}{others}; seed{'s' if len(table.seeds) > 1 else ''} {seeds}."]
     if table.is_trained:
-        fitted = "" if table.variants else ", its options as `--method-option name=value`"
+        fitted = ", with what its name says" if table.variants else ", its options as `--method-option name=value`"
         lines.append(
             f"The command of a row: `{line}`{fitted}; of the table: `python benchmarks/results.py --only {table.name}`."
         )
@@ -209,7 +209,7 @@ def _steps(table: Table, timed: Timed | None) -> str:
     if timed is None:
         return f"Step times are not measured yet: `{line}`."
     if not times.is_measured(table, timed, rounds=1):
-        return f"Some step times are of other settings, and not shown: `{line}`."
+        return f"Some step times (`-`) are of other settings, and not shown: `{line}`."
     left_out = "".join(f" Without `{label}`: {_escaped(why)}." for label, why in timed["left_out"].items())
     at = f"{on(timed['machine'])}; commit {timed['machine']['commit'] or 'unknown'}"
     return f"Step times: `{line} --rounds {timed['rounds']}`, on {at}.{left_out}"
