@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from subquad.bench import analysis, load
 from subquad.cli import app
 from subquad.models.configuration import POSITIONS
 from subquad.report import figures
+from subquad.training import train
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -45,6 +47,17 @@ def test_the_code_about_converting_runs(tmp_path, monkeypatch):
     names = ran(CONVERTING, 1)
     assert names["progress"].ended
     assert (tmp_path / "checkpoints" / "lora.pt").exists()
+
+
+def test_a_task_of_ones_own_is_trained(tmp_path):
+    [block] = re.findall(r"```python\n([^`]*class Parity.*?)```", (ROOT / "docs/training.md").read_text(), flags=re.DOTALL)
+    names = {"__name__": "mine"}
+    exec(block, names)
+    task = names["Parity"]()
+    settings = replace(task.info.defaults, layers=1, steps=5)
+    [record] = train(task, ["linear"], settings, tmp_path, threads=1, is_apart=False).records
+    assert record.status == "done"
+    assert 0 < record.test["accuracy"] < 1
 
 
 @pytest.mark.parametrize("name", [name for name in models.__all__ if name.startswith("SubquadFor")])
