@@ -47,8 +47,9 @@ def read_data(plan: Plan, task: Task, known: str = "") -> Splits:
     if plan.settings.label_smoothing and splits.collate([splits.valid[0]])["labels"].is_floating_point():
         raise InputError("label_smoothing is for classes, and the labels of this task are numbers. Set it to 0.")
     if known and fingerprint(splits) != known:
+        where = data_folder(plan.data) or task.info.source if task.reads_folder(plan.settings) else "this machine"
         raise InputError(
-            f"a table is of one set of rows; those that {data_folder(plan.data) or task.info.source or 'this machine'} has now "
+            f"a table is of one set of rows; those that {where} has now "
             "are others than it began with. Name the data that it began with by --data, choose another --out, or start over "
             "with --fresh."
         )
