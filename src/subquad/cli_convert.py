@@ -13,7 +13,7 @@ from subquad import InputError, OptionError
 from subquad.cli_parts import Bar, configured, folder_named, print_table, time_left
 from subquad.extras import need
 
-_WORST = 10  # heads that are print_table
+_WORST = 10  # heads that are printed
 
 
 def convert(

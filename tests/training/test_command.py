@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -115,22 +116,7 @@ def test_tasks_are_listed_however_narrow_the_window_is():
 
 
 def test_figures_are_whole_in_a_narrow_window_and_with_json_there_is_a_page(tmp_path):
-    sizes = [
-        "--steps",
-        "2",
-        "--batch",
-        "4",
-        "--layers",
-        "1",
-        "--dim",
-        "8",
-        "--heads",
-        "2",
-        "--threads",
-        "1",
-        "--eval-rows",
-        "4",
-    ]
+    sizes = shlex.split("--steps 2 --batch 4 --layers 1 --dim 8 --heads 2 --threads 1 --eval-rows 4")
     line = ["train", "digits", "--method", "linear", *sizes, "--out", str(tmp_path)]
     found = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)["records"][0]
     assert (tmp_path / "report.html").exists()

@@ -31,8 +31,8 @@ def run_apart(
 ) -> Record:
     """As `run.run`, in a process of its own that inherits `lock`, on rows of the fingerprint `data`, if there is one."""
     folder.mkdir(parents=True, exist_ok=True)
-    order = {"plan": plan.to_json(), "method": config.info.name, "options": options_of(config), "folder": str(folder)}
-    order |= {"data": data}
+    method = {"method": config.info.name, "options": options_of(config)}
+    order = {"plan": plan.to_json(), **method, "folder": str(folder), "data": data}
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

@@ -49,9 +49,8 @@ def read_data(plan: Plan, task: Task, known: str = "") -> Splits:
     if known and fingerprint(splits) != known:
         where = data_folder(plan.data) or task.info.source if task.reads_folder(plan.settings) else "this machine"
         raise InputError(
-            f"a table is of one set of rows; those that {where} has now "
-            "are others than it began with. Name the data that it began with by --data, choose another --out, or start over "
-            "with --fresh."
+            f"a table is of one set of rows; those that {where} has now are others than it began with. Name the data that it "
+            "began with by --data, choose another --out, or start over with --fresh."
         )
     return splits
 
