@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard src/subquad/engines/native/*.cpp src/subquad/engines/native/*.h)
+SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*/*.cpp csrc/*/*.h)
 # Mechanisms with compiled loops, which are tested without them, too.
 COMPILED := linear or taylor or plain or efficient or performer or reformer or routing or clustered or rfa or local or longformer or bigbird or sparse or pooled or nystrom or induced
 

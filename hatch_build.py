@@ -1,4 +1,4 @@
-"""Compiles the loops in engines/native, for each kind of processor; what does not compile is left out."""
+"""Compiles the kernels in csrc for each kind of processor. What does not compile is left out: PyTorch does the same work."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path(__file__).parent / "src/subquad/engines/native"
+SOURCES = Path(__file__).parent / "csrc"
+TARGET = Path(__file__).parent / "src/subquad/ops"
 ALWAYS = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi"]
-# By torch's name for what a processor has.
+# Compiler flags, by torch's name for what a processor can do.
 KINDS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-DWIDTH=32"],
@@ -25,7 +26,7 @@ KINDS = {
 }
 
 
-class Loops(BuildHookInterface):
+class CompileKernels(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
@@ -33,27 +34,30 @@ class Loops(BuildHookInterface):
         if built:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-            build_data["artifacts"] += [f"/src/subquad/engines/native/loops.{name}.so" for name in built]
+            build_data["artifacts"] += [f"/src/subquad/ops/kernels.{name}.so" for name in built]
 
     def compile(self, name: str, flags: list[str]) -> bool:
         compiler = os.environ.get("CXX") or next((c for c in ("g++", "clang++") if shutil.which(c)), None)
-        target = FOLDER / f"loops.{name}.so"
+        target = TARGET / f"kernels.{name}.so"
         if compiler is None:
-            self.app.display_warning("No C++ compiler: subquad runs on PyTorch alone, which is slower.")
+            self.app.display_warning("No C++ compiler found: subquad falls back to PyTorch, which is slower.")
             return False
-        target.unlink(missing_ok=True)  # what does not compile now is not to be found, either
+        target.unlink(missing_ok=True)  # a stale library must not outlive a failed build
         unfinished = target.with_suffix(".part")
-        sources = sorted(path for ending in ("*.cpp", "*.h") for path in FOLDER.glob(ending))
-        fingerprint = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()  # native.library asks for it
+        sources = sorted(path for ending in ("*.cpp", "*.h") for path in SOURCES.rglob(ending))
+        fingerprint = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()  # checked by ops.native
         files = [str(path) for path in sources if path.suffix == ".cpp"]
-        command = [*compiler.split(), *ALWAYS, *flags, f'-DSOURCES="{fingerprint}"', *files, "-o", str(unfinished)]
+        defines = [f'-DSOURCES="{fingerprint}"', f"-I{SOURCES}"]
+        command = [*compiler.split(), *ALWAYS, *flags, *defines, *files, "-o", str(unfinished)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-            problem = (done.stderr or f"{compiler} ended with code {done.returncode}") if done.returncode else ""
+            problem = (done.stderr or f"{compiler} exited with code {done.returncode}") if done.returncode else ""
         except OSError as error:
             problem = str(error)
         if problem:
-            self.app.display_warning(f"subquad's loops for {name} could not be compiled; PyTorch does their work.\n{problem}")
+            self.app.display_warning(
+                f"The {name} kernels of subquad could not be compiled; it falls back to PyTorch, which is slower.\n{problem}"
+            )
             return False
         os.replace(unfinished, target)
         return True

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from subquad import files
-from subquad.bench.machine import describe
-from subquad.bench.results import Setting
+from subquad.runs import files
+from subquad.runs.machine import describe
 
 _LEFT = ("cell", "cost", "method", "pass", "peer", "state")  # columns of words
 
 
 def machine() -> dict[str, object]:
-    return {**describe(Setting()), "threads": torch.get_num_threads()}
+    return {**describe(), "threads": torch.get_num_threads()}
 
 
 def command(script: str, arguments: Sequence[str]) -> str:

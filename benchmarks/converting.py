@@ -25,9 +25,9 @@ import torch
 from rich.console import Console
 
 import subquad as sq
-from subquad.bench.results import read as read_json
 from subquad.conversion import Progress, Schedule, align, finetune, mechanisms, transfer
 from subquad.models.methods import to_json
+from subquad.runs.results_file import read as read_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks.common import command, machine, markdown, on, write

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks import converting, engines, features, peers, roofline, serving, steps
 from benchmarks.suite import page, times
-from subquad import files
+from subquad.runs import files
 
 Sections = Mapping[str, Callable[[dict[str, Any]], str]]
 ROOT = Path(__file__).parents[1]

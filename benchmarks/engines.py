@@ -29,7 +29,7 @@ from rich.progress import track
 
 import subquad as sq
 from subquad import reference
-from subquad.bench.measure import configured
+from subquad.registry import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks.common import command, machine, markdown, middle, new_table, numbers, where, write
@@ -37,7 +37,7 @@ from benchmarks.common import command, machine, markdown, middle, new_table, num
 HEADS, HEAD_DIM = 8, 64
 PASSES = ("forward", "training")  # training: forward and backward
 # What a name stands for, besides the methods' own names.
-NAMED: dict[str, Callable[[int], sq.Config]] = {
+NAMED: dict[str, Callable[[int], sq.Mechanism]] = {
     "local, window 512": lambda n: sq.Local(window=512),
 }
 ALL = [name for name in sq.methods() if name not in ("softmax", "svd", "rfa")]
@@ -106,8 +106,8 @@ def main() -> None:
     keep()
 
 
-def resolve_at(method: str, length: int) -> sq.Config:
-    return NAMED[method](length) if method in NAMED else configured(method, length)
+def resolve_at(method: str, length: int) -> sq.Mechanism:
+    return NAMED[method](length) if method in NAMED else resolve(method).for_length(length)
 
 
 def runner(method: str, length: int, is_causal: bool, which: str, heads: int = HEADS) -> Callable[[], object]:

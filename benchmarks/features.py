@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import track
 
 import subquad as sq
+from subquad.conversion.activations import Seen, run, watchable
 from subquad.conversion.diagnosis import head_errors
-from subquad.conversion.observe import Seen, run, watchable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks import pretrained

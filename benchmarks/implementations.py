@@ -75,7 +75,7 @@ def with_projections(call: Callable[[Tensor], Tensor], layer: nn.Module, *projec
 # Our side.
 
 
-def ours(config: sq.Config, is_causal: bool, **weights: Tensor) -> Side:
+def ours(config: sq.Mechanism, is_causal: bool, **weights: Tensor) -> Side:
     """The mechanism with `weights` in the place of its own."""
     module = config.build(heads=HEADS, head_dim=HEAD_DIM).eval().requires_grad_(False)
     take(module, weights)
@@ -84,7 +84,7 @@ def ours(config: sq.Config, is_causal: bool, **weights: Tensor) -> Side:
     return Side(lambda q, k, v: module(q, k, v, is_causal=is_causal))
 
 
-def our_layer(config: sq.Config, is_causal: bool, linears: dict[str, nn.Linear], **weights: Tensor) -> Side:
+def our_layer(config: sq.Mechanism, is_causal: bool, linears: dict[str, nn.Linear], **weights: Tensor) -> Side:
     """The layer with the other side's projections: their very modules. One that is not there is left out here, too."""
     layer = sq.Attention(WIDTH, HEADS, config).eval()
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -172,7 +172,7 @@ def performer_linear(length: int, is_causal: bool) -> Pair:
     return ours(sq.Linear(), is_causal), Side(lambda q, k, v: attend(F.elu(q) + 1, F.elu(k) + 1, v))
 
 
-def performer(config: sq.Config, **options: object) -> Make:
+def performer(config: sq.Mechanism, **options: object) -> Make:
     def make(length: int, is_causal: bool) -> Pair:
         attention = import_module("performer_pytorch").FastAttention(HEAD_DIM, FEATURES, causal=is_causal, **options).eval()
         weights = {"projection": attention.projection_matrix} if isinstance(config, sq.Performer) else {}
@@ -251,7 +251,7 @@ def published(layer: Any) -> dict[str, nn.Linear]:
 
 
 def hf_config(model: str, **options: object) -> Any:
-    return getattr(import_module("transformers"), f"{model}Config")(
+    return getattr(import_module("transformers"), f"{model}Mechanism")(
         hidden_size=WIDTH, num_attention_heads=HEADS, attention_probs_dropout_prob=0.0, **options
     )
 

@@ -32,9 +32,9 @@ from pathlib import Path
 from rich.console import Console
 
 import subquad as sq
-from subquad import files
-from subquad.bench.results import alone
-from subquad.cli_parts import Bar
+from subquad.cli.terminal import Bar
+from subquad.runs import files
+from subquad.runs.lock import alone
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks import docs

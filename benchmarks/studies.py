@@ -15,7 +15,7 @@ from benchmarks.told import told
 from subquad.conversion import Schedule
 from subquad.conversion.repair.lora import Loss
 from subquad.conversion.repair.low_rank import Targets
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 
 TOLD = 6144  # sequences of 256 tokens
 
@@ -94,7 +94,7 @@ class Study:
     metrics: Mapping[str, str]
     load: Callable[[Path], Pretrained]
     score: Callable[[Pretrained, Path], dict[str, float]]
-    rows: Mapping[str, Config]
+    rows: Mapping[str, Mechanism]
     repair: Repair
     longer: Mapping[str, Repair] = field(default_factory=dict)
     unrepaired: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import subquad as sq
 from benchmarks.pretrained import Pretrained
-from subquad import files
+from subquad.runs import files
 
 PIECE = 128  # sequences
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import subquad as sq
 from subquad import reference
 from subquad.mechanisms import MECHANISMS
+from tests.options import small, variants
 
 BATCH, HEADS, DIM, VALUE_DIM, WIDTH = 2, 3, 5, 7, 11
 SIZES = (1, 2, 7, 63, 64, 65, 127, 300)
@@ -54,7 +55,7 @@ def inputs(queries, keys=None, *, batch=BATCH, heads=HEADS, kv_heads=None, dtype
 
 @dataclass(frozen=True)
 class Case:
-    config: sq.Config
+    config: sq.Mechanism
 
     @property
     def info(self):
@@ -116,13 +117,13 @@ def _build(config, heads, kv_heads, dtype):
     return module
 
 
-DEFAULTS = [Case(cls(**cls.info.small)) for cls in MECHANISMS]
-CASES = [Case(cls(**{**cls.info.small, **options})) for cls in MECHANISMS for options in ({}, *cls.info.variants)]
+DEFAULTS = [Case(cls(**small(cls.info.name))) for cls in MECHANISMS]
+CASES = [Case(cls(**{**small(cls.info.name), **options})) for cls in MECHANISMS for options in ({}, *variants(cls.info.name))]
 
 
 def _name(case):
-    small = type(case.config)(**case.info.small)
-    options = [f"{k}={v}" for k, v in vars(case.config).items() if v != getattr(small, k)]
+    usual = type(case.config)(**small(case.info.name))
+    options = [f"{k}={v}" for k, v in vars(case.config).items() if v != getattr(usual, k)]
     return "-".join([case.info.name, *options])
 
 

@@ -5,8 +5,9 @@ import pytest
 from typer.testing import CliRunner
 
 import subquad as sq
-from subquad import cli, cli_parts
+from subquad import cli
 from subquad.cli import app
+from subquad.cli import terminal as cli_parts
 
 
 @pytest.fixture

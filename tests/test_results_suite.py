@@ -20,11 +20,13 @@ from typer.testing import CliRunner
 import subquad as sq
 from subquad import training
 from subquad.cli import app
+from subquad.registry import options_of, resolve
+from subquad.runs import checkpoints
+from subquad.runs.determinism import deterministic, quiet
 from subquad.tasks.rows import length
-from subquad.training import Results, checkpoints
+from subquad.training import Results
 from subquad.training.data import Batches, loader
-from subquad.training.plan import Plan, chosen, configured, named, options_of, place
-from subquad.training.run import deterministic, quiet
+from subquad.training.plan import Plan, chosen, named, place
 from tests.training.weights import equal, last
 
 SMALL = {"layers": 1, "dim": 8, "heads": 2, "batch": 4}
@@ -269,7 +271,7 @@ def test_what_cannot_do_the_task_is_there_with_the_reason(tables):
     tables(replace(LONG, task="recall", methods=(), given={"length": 64, "steps": 3}))
     lines = shown(cells.TABLES[0])
     for method in sq.methods():
-        why = sq.why_not(configured(method, 64), is_causal=True, decode=True)
+        why = sq.why_not(resolve(method).for_length(64), is_causal=True, decode=True)
         assert any(line.startswith(f"| `{method}` | {'no: ' + why[0] if why else ''}") for line in lines), method
 
 
@@ -462,7 +464,7 @@ def test_the_command_of_a_cell_trains_what_is_declared(cell, monkeypatch):
         return Results({}, {}, {})
 
     monkeypatch.setattr(training, "train", train)
-    monkeypatch.setattr("subquad.cli_train._written", lambda results, folder: [])
+    monkeypatch.setattr("subquad.cli.train._written", lambda results, folder: [])
     found = CliRunner().invoke(app, [*cell.command(), "--json"])
     assert found.exit_code == 0, found.exception
 

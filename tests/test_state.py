@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.state import Growing
+from subquad.state import GrowingTensor
 
 
 def call(method, x, state=None):
@@ -10,7 +10,7 @@ def call(method, x, state=None):
 
 
 def test_growing_appends_in_place_where_nobody_reads():
-    first = Growing(torch.zeros(1, 0, 3)).append(torch.ones(1, 4, 3), recorded=False)
+    first = GrowingTensor(torch.zeros(1, 0, 3)).append(torch.ones(1, 4, 3), recorded=False)
     second = first.append(torch.full((1, 2, 3), 2.0), recorded=False)
     assert second.rows.data_ptr() == first.rows.data_ptr()
     assert second.rows[0, :, 0].tolist() == [1, 1, 1, 1, 2, 2]
@@ -22,7 +22,7 @@ def test_growing_appends_in_place_where_nobody_reads():
 
 def test_growing_does_not_write_into_what_it_was_given():
     given = torch.zeros(1, 8, 3)
-    Growing(given.narrow(1, 0, 4)).append(torch.ones(1, 2, 3), recorded=False)
+    GrowingTensor(given.narrow(1, 0, 4)).append(torch.ones(1, 2, 3), recorded=False)
     assert (given == 0).all()
 
 
@@ -50,8 +50,8 @@ def test_appending_copies_seldom():
     state, moves, seen = None, 0, None
     for _ in range(200):
         _, state = call("softmax", torch.randn(1, 1, 1, 4), state)
-        moves += state.parts["key"].rows.data_ptr() != seen
-        seen = state.parts["key"].rows.data_ptr()
+        moves += state.tensors["key"].rows.data_ptr() != seen
+        seen = state.tensors["key"].rows.data_ptr()
     assert moves < 15
 
 
@@ -100,17 +100,17 @@ def test_another_scale_may_not_continue(method):
 @torch.no_grad()
 def test_state_dict_copies_the_rows_and_not_the_room():
     _, state = call("softmax", torch.randn(1, 1, 100, 4))
-    saved = state.state_dict()["parts"]["key"]
+    saved = state.state_dict()["tensors"]["key"]
     kept = saved.clone()
     assert saved.untyped_storage().nbytes() == saved.nbytes
-    state.parts["key"].rows.zero_()
+    state.tensors["key"].rows.zero_()
     assert torch.equal(saved, kept)
 
 
 def test_growing_with_gradients_leaves_the_state_without_them():
     _, state = call("softmax", torch.randn(1, 2, 5, 3))
     out, after = call("softmax", torch.randn(1, 2, 1, 3, requires_grad=True), state)
-    assert not state.parts["key"].rows.requires_grad
+    assert not state.tensors["key"].rows.requires_grad
     call("softmax", torch.randn(1, 2, 1, 3), after)
     out.sum().backward()
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from benchmarks.suite.options import different, fitted
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
+from subquad.registry import options_of
 from subquad.tasks import Settings
-from subquad.training.plan import Plan, chosen, named, options_of, place
+from subquad.training.plan import Plan, chosen, named, place
 
 THREADS = 1
 _SETTINGS = {f.name for f in fields(Settings)}
@@ -32,7 +33,7 @@ class Cell:
     name: str
     table: str
     task: str
-    config: Config
+    config: Mechanism
     given: Mapping[str, Any]
     minutes: float
 
@@ -112,7 +113,7 @@ class Table:
         """Methods that cannot do the task, and why; of a table that is not about methods, none."""
         return {} if self.variants or not self.is_trained else chosen(named(self.task), ["all"], self.settings)[1]
 
-    def _cell(self, label: str, config: Config, given: Mapping[str, Any], seed: int) -> Cell:
+    def _cell(self, label: str, config: Mechanism, given: Mapping[str, Any], seed: int) -> Cell:
         name = f"{self.name}/{label}" + (f"-seed{seed}" if seed else "")
         return Cell(name, self.name, self.task, config, {**given, **({"seed": seed} if seed else {})}, self.minutes)
 

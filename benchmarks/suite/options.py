@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 
 
-def fitted(config: Config, tokens: int) -> Config:
+def fitted(config: Mechanism, tokens: int) -> Mechanism:
     """The mechanism, sized for sequences of so many tokens."""
     eighth, quarter = max(1, tokens // 8), max(2, tokens // 4)
     sizes: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ def fitted(config: Config, tokens: int) -> Config:
     return replace(config, **sizes.get(config.info.name, {}))  # type: ignore[type-var]
 
 
-def different(config: Config) -> dict[str, Any]:
+def different(config: Mechanism) -> dict[str, Any]:
     """The options that are not the defaults."""
     defaults = vars(type(config)())
     return {name: value for name, value in vars(config).items() if value != defaults[name]}

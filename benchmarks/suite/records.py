@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.common import write
 from benchmarks.suite.cells import Cell, made_with
-from subquad.bench.results import ResultsError
-from subquad.bench.results import read as read_json
+from subquad.runs.results_file import ResultsError
+from subquad.runs.results_file import read as read_json
 from subquad.training import Record, Results, load
 from subquad.training.results import FILE
 

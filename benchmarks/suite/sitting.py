@@ -15,8 +15,8 @@ from pathlib import Path
 from benchmarks.suite import records
 from benchmarks.suite.cells import Cell
 from benchmarks.suite.records import Saved
+from subquad.runs.stop import Stop
 from subquad.training.results import FILE
-from subquad.training.stop import Stop
 
 ROOT = Path(__file__).parents[2]
 CHILD = [sys.executable, "-m", "benchmarks.suite.child"]

@@ -26,15 +26,16 @@ import torch
 from benchmarks.common import machine, middle, write
 from benchmarks.suite.cells import THREADS, Cell, Row, Table, made_with
 from subquad.bench.measure import peak_bytes
-from subquad.bench.results import read as read_json
 from subquad.errors import InputError
+from subquad.runs.determinism import deterministic, quiet
+from subquad.runs.memory import Peak
+from subquad.runs.results_file import read as read_json
 from subquad.tasks.base import Batch, Splits, Task
 from subquad.tasks.rows import length, lengths_of
 from subquad.training.data import Batches, loader
-from subquad.training.memory import Peak
 from subquad.training.plan import named
 from subquad.training.results import Record
-from subquad.training.run import deterministic, quiet, read_data
+from subquad.training.run import read_data
 from subquad.training.trainer import Job, MethodTrainer
 
 SCHEMA, VERSION = "subquad.times", 1

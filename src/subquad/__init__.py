@@ -1,9 +1,9 @@
-"""Attention that does not grow with the square of the sequence: every efficient mechanism behind one call."""
+"""Attention whose cost does not grow with the square of the sequence length: every efficient mechanism behind one call."""
 
 from importlib import import_module
 from typing import Any
 
-from subquad.api import Mechanism, attention
+from subquad.attention import MechanismModule, attention
 from subquad.errors import (
     InputError,
     MissingExtraError,
@@ -13,6 +13,7 @@ from subquad.errors import (
     UnknownMethodError,
     UnsupportedError,
 )
+from subquad.families.base import Info, Mechanism
 from subquad.layer import Attention
 from subquad.mechanisms import (
     RFA,
@@ -20,12 +21,10 @@ from subquad.mechanisms import (
     T2R,
     BigBird,
     Clustered,
-    Config,
     Efficient,
     Hedgehog,
     Hybrid,
     Induced,
-    Info,
     Linear,
     Linformer,
     Local,
@@ -42,7 +41,7 @@ from subquad.mechanisms import (
     Taylor,
 )
 from subquad.pretrained import watch as _watch
-from subquad.registry import info, methods, why_not
+from subquad.registry import info, methods, register, why_not
 from subquad.state import State
 
 __version__ = "0.1.0"
@@ -72,7 +71,6 @@ __all__ = [
     "Attention",
     "BigBird",
     "Clustered",
-    "Config",
     "Efficient",
     "Hedgehog",
     "Hybrid",
@@ -84,6 +82,7 @@ __all__ = [
     "Local",
     "Longformer",
     "Mechanism",
+    "MechanismModule",
     "MissingExtraError",
     "Nystrom",
     "OptionError",
@@ -105,5 +104,6 @@ __all__ = [
     "attention",
     "info",
     "methods",
+    "register",
     "why_not",
 ]

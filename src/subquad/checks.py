@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from subquad.errors import InputError, StateError
-from subquad.mechanisms import Call, Config
+from subquad.engines.call import Call
+from subquad.errors import InputError, StateError, closest
+from subquad.families.base import Mechanism
 from subquad.state import State
 
+_OPTIONS = tuple(f.name for f in fields(Call) if f.name not in ("query", "key", "value", "weights", "hidden"))
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -75,7 +78,7 @@ def divides(heads: int, kv_heads: int) -> None:
         )
 
 
-def sharing(config: Config, query: Tensor, key: Tensor) -> None:
+def sharing(config: Mechanism, query: Tensor, key: Tensor) -> None:
     if config.shares_query_and_key and query is not key:
         name = config.info.name
         raise InputError(
@@ -103,6 +106,13 @@ def call(call: Call) -> None:
     attn_mask(call.attn_mask, call.query, call.seen + keys)
     scale(call.scale)
     dropout(call.dropout_p)
+
+
+def options(options: dict[str, object]) -> None:
+    """The names of the arguments that a module passes on to its mechanism."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise InputError(f"there is no argument {name!r}{closest(name, _OPTIONS)} Arguments: {', '.join(_OPTIONS)}.")
 
 
 def flag(name: str, value: object) -> None:

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+_PACKAGES = {  # of each extra
+    "convert": "peft",
+    "report": "altair vl-convert-python jinja2",
+    "train": "datasets pillow pyarrow sacrebleu scikit-learn",
+}
 
 
 class SubquadError(Exception):
@@ -38,3 +46,14 @@ def closest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'a' or 'b'?` for the names nearest to `word`; a full stop if none is near."""
     near = get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+
+
+def load_extra(extra: str, what: str, *modules: str) -> list[Any]:
+    """The modules, or one error that says which extra `what` needs."""
+    try:
+        return [import_module(module) for module in modules]
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{what} needs the extra subquad[{extra}]; {error.name} is not installed. "
+            f"Install it: pip install {_PACKAGES[extra]}"
+        ) from error

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from subquad import checks
-from subquad.api import Mechanism, described
+from subquad.attention import MechanismModule, described
 from subquad.errors import InputError
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 from subquad.registry import require
 from subquad.rotary import positions, turn, waves
 from subquad.state import State
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self,
         dim: int,
         heads: int,
-        method: str | Config = "softmax",
+        method: str | Mechanism = "softmax",
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -81,14 +81,14 @@ class Attention(nn.Module):
                 f"Pass head_dim, or a multiple of {heads}."
             )
         head_dim = dim // heads if head_dim is None else head_dim
-        self.mechanism = Mechanism(method, heads=heads, head_dim=head_dim, kv_heads=kv_heads, dim=source_dim)
+        self.mechanism = MechanismModule(method, heads=heads, head_dim=head_dim, kv_heads=kv_heads, dim=source_dim)
         checks.dropout(dropout)
         checks.scale(scale)
-        grouped = self.mechanism.spec.kv_heads != heads
+        grouped = self.mechanism.sizes.kv_heads != heads
         asked = {"dropout_p": dropout > 0, "scale": scale is not None, "enable_gqa": grouped}
-        require(self.mechanism.config, [need for need, is_asked in asked.items() if is_asked])
-        if source_dim != dim and "cross" in self.mechanism.config.refuses:
-            require(self.mechanism.config, ["cross"])
+        require(self.mechanism.method, [need for need, is_asked in asked.items() if is_asked])
+        if source_dim != dim and "cross" in self.mechanism.method.refuses:
+            require(self.mechanism.method, ["cross"])
         checks.rotary(rotary, head_dim)
         if rotary is not None and source_dim != dim:
             raise InputError(f"rotary positions need self-attention, so source_dim must be dim; got {source_dim} and {dim}.")
@@ -96,11 +96,11 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.rotary = None if rotary is None else float(rotary)
         self.scale = scale
-        spec = self.mechanism.spec
+        sizes = self.mechanism.sizes
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
-        shared = self.mechanism.config.shares_query_and_key
-        self.k_proj = None if shared else nn.Linear(source_dim, spec.kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(source_dim, spec.kv_heads * head_dim, bias=bias)
+        shared = self.mechanism.method.shares_query_and_key
+        self.k_proj = None if shared else nn.Linear(source_dim, sizes.kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(source_dim, sizes.kv_heads * head_dim, bias=bias)
         self.out_proj = nn.Linear(heads * head_dim, dim, bias=bias)
 
     def forward(
@@ -124,9 +124,9 @@ class Attention(nn.Module):
             checks.tokens("x, without a source,", x, self.v_proj.in_features)
             x = _without_pads(x, key_padding_mask)
         elif not is_causal or self.k_proj is None:
-            require(self.mechanism.config, ["cross"])
-        spec = self.mechanism.spec
-        q = self.q_proj(x).unflatten(-1, (spec.heads, -1)).transpose(1, 2)  # (B, H, N, D)
+            require(self.mechanism.method, ["cross"])
+        sizes = self.mechanism.sizes
+        q = self.q_proj(x).unflatten(-1, (sizes.heads, -1)).transpose(1, 2)  # (B, H, N, D)
         if source is None:
             keys = self._project(x, key_padding_mask, q)
         elif isinstance(source, Source):
@@ -162,12 +162,12 @@ class Attention(nn.Module):
         out, new = out if return_state else (out, None)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))  # (B, N, dim)
         if after is not None and new is not None:
-            new = replace(new, method=self._method, parts={**new.parts, "position": after})
+            new = replace(new, method=self._method, tensors={**new.tensors, "position": after})
         return (out, new) if return_state else out
 
     def read(self, source: Tensor, key_padding_mask: Tensor | None = None) -> Source:
         """The keys and values of `source` (B, M, source_dim), to attend to from many queries, one call after another."""
-        require(self.mechanism.config, ["cross"])
+        require(self.mechanism.method, ["cross"])
         return self._read(source, key_padding_mask)
 
     def _read(self, source: Tensor, key_padding_mask: Tensor | None) -> Source:
@@ -181,28 +181,28 @@ class Attention(nn.Module):
 
     def _project(self, source: Tensor, key_padding_mask: Tensor | None, query: Tensor | None) -> Source:
         """Keys and values (B, K, M, D); `query`, in self-attention, is the key too where the mechanism shares them."""
-        kv_heads = self.mechanism.spec.kv_heads
+        kv_heads = self.mechanism.sizes.kv_heads
         if self.k_proj is None:
             assert query is not None
             key = query
         else:
             key = self.k_proj(source).unflatten(-1, (kv_heads, -1)).transpose(1, 2)
         value = self.v_proj(source).unflatten(-1, (kv_heads, -1)).transpose(1, 2)
-        return Source(key, value, key_padding_mask, source if self.mechanism.config.reads_tokens else None)
+        return Source(key, value, key_padding_mask, source if self.mechanism.method.reads_tokens else None)
 
     @property
     def _method(self) -> str:
-        return f"{described(self.mechanism.config, self.scale)} with rotary={self.rotary}"
+        return f"{described(self.mechanism.method, self.scale)} with rotary={self.rotary}"
 
     def _take_position(self, state: State | None, x: Tensor) -> tuple[State | None, Tensor]:
         """The mechanism's own part of the state, and the position that each row has reached."""
         if state is None:
             return None, torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         checks.continues(state, self._method, x)
-        parts = dict(state.parts)
-        start = parts.pop("position")
+        tensors = dict(state.tensors)
+        start = tensors.pop("position")
         assert isinstance(start, Tensor)
-        return replace(state, method=described(self.mechanism.config, self.scale), parts=parts), start
+        return replace(state, method=described(self.mechanism.method, self.scale), tensors=tensors), start
 
     def extra_repr(self) -> str:
         return f"rotary={self.rotary}, dropout={self.dropout}, scale={self.scale}"

@@ -1,7 +1,7 @@
 """Decode states: what a mechanism remembers of the tokens it has seen.
 
-A state is a value. A call takes one and returns another; the one it took stays as it was. So rolling back is
-going on from an earlier state, and a refused call changes nothing.
+A state is a value. A call takes one and returns another, and the one it took stays as it was. So to roll back is to continue
+from an earlier state, and a refused call changes nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from subquad.errors import StateError
 
 
-class Growing:
-    """Rows along dimension -2 that take more rows in place, with room to spare.
+class GrowingTensor:
+    """A tensor that grows along dimension -2 in place, in a buffer with room to spare.
 
-    Every state that is a prefix of the longest one shares the buffer. Appending to a shorter prefix would
-    overwrite rows that a longer one reads, so it moves to a buffer of its own.
+    All states that are prefixes of the longest one share the buffer. Appending to a shorter prefix would overwrite rows that
+    the longer one reads, so it copies the prefix to a new buffer first.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -35,14 +35,14 @@ class Growing:
     def nbytes(self) -> int:
         return self._buffer.rows.nbytes
 
-    def append(self, new: Tensor, *, recorded: bool) -> Growing:
-        """These rows and `new`. Where a graph is `recorded`, it may have saved them: then nothing is written in place."""
+    def append(self, new: Tensor, *, recorded: bool) -> GrowingTensor:
+        """These rows and `new`. If autograd has `recorded` the rows it may have saved them, so nothing is written in place."""
         old = self.rows
         if recorded or torch.compiler.is_compiling():
-            return Growing(torch.cat([old, new], dim=-2))
+            return GrowingTensor(torch.cat([old, new], dim=-2))
         length = self.length + new.shape[-2]
-        grown = Growing.__new__(Growing)
-        grown._buffer = self._buffer if self._buffer.takes(self.length, length) else _Buffer.copy(old, length)
+        grown = GrowingTensor.__new__(GrowingTensor)
+        grown._buffer = self._buffer if self._buffer.has_room(self.length, length) else _Buffer.copy(old, length)
         grown._buffer.rows.narrow(-2, self.length, new.shape[-2]).copy_(new)
         grown._buffer.filled = grown.length = length
         return grown
@@ -53,7 +53,8 @@ class _Buffer:
     rows: Tensor
     filled: int
 
-    def takes(self, start: int, end: int) -> bool:
+    def has_room(self, start: int, end: int) -> bool:
+        """Whether rows `start` to `end` are free."""
         writable = torch.is_inference_mode_enabled() or not self.rows.is_inference()
         return self.filled == start and end <= self.rows.shape[-2] and writable
 
@@ -64,7 +65,7 @@ class _Buffer:
         return _Buffer(room, old.shape[-2])
 
 
-Parts = dict[str, Tensor | Growing]
+StateTensors = dict[str, Tensor | GrowingTensor]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,10 +73,10 @@ class State:
     """What one sequence, or a batch of them, leaves behind for the next token.
 
     Args:
-        method: the mechanism with its options, as text; another one may not continue this state.
+        method: the mechanism with its options, as text; no other mechanism may continue this state.
         kv_heads, head_dim, value_dim, dtype: of the keys and values seen.
         length: tokens seen, pads included.
-        parts: the tensors, batch first.
+        tensors: what the mechanism keeps, batch first.
     """
 
     method: str
@@ -84,20 +85,20 @@ class State:
     value_dim: int
     dtype: torch.dtype
     length: int
-    parts: Parts = field(repr=False)
+    tensors: StateTensors = field(repr=False)
 
     @property
     def batch(self) -> int:
-        return _rows(next(iter(self.parts.values()))).shape[0]
+        return rows(next(iter(self.tensors.values()))).shape[0]
 
     @property
     def device(self) -> torch.device:
-        return _rows(next(iter(self.parts.values()))).device
+        return rows(next(iter(self.tensors.values()))).device
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(part.nbytes for part in self.parts.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def clone(self) -> State:
         """A copy that shares no memory with this state."""
@@ -113,46 +114,50 @@ class State:
             target = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise StateError(f"a state moves to a device such as 'cpu' or 'cuda:0'; got {device!r}.") from error
-        return self._map(lambda part: part.to(target))
+        return self._map(lambda tensor: tensor.to(target))
 
     def reorder(self, index: Tensor) -> State:
-        """The batch rows named by `index` (any length, repeats allowed), as beam search needs."""
+        """The batch rows listed in `index` (any length, repeats allowed), as beam search needs."""
         if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
             came = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(index)
-            raise StateError(f"reorder takes a tensor, 1-D and integer, that names batch rows; got {came}.")
+            raise StateError(f"reorder takes a 1-D integer tensor of batch rows; got {came}.")
         if index.numel() and not bool((index >= 0).all() & (index < self.batch).all()):
             raise StateError(
-                f"reorder takes rows 0 to {self.batch - 1}, since the state has batch {self.batch}; got {index.tolist()}."
+                f"reorder takes rows 0 to {self.batch - 1}, since the state has batch size {self.batch}; got {index.tolist()}."
             )
-        return self._map(lambda part: part.index_select(0, index.to(part.device)))
+        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors: `torch.save` writes it, `torch.load(..., weights_only=True)` reads it."""
-        parts = {name: _rows(part).clone() for name, part in self.parts.items()}
-        return {**{name: getattr(self, name) for name in _PLAIN}, "parts": parts}
+        tensors = {name: rows(tensor).clone() for name, tensor in self.tensors.items()}
+        return {**{name: getattr(self, name) for name in _PLAIN}, "tensors": tensors}
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Any]) -> State:
         """The state that `state_dict` wrote."""
-        parts = saved.get("parts") if isinstance(saved, Mapping) else None
-        whole = isinstance(parts, Mapping) and parts and all(isinstance(part, Tensor) for part in parts.values())
-        if not whole or set(saved) != {*_PLAIN, "parts"}:
+        if isinstance(saved, Mapping) and "parts" in saved:  # the name of `tensors` in states saved before 0.2
+            saved = {("tensors" if name == "parts" else name): value for name, value in saved.items()}
+        tensors = saved.get("tensors") if isinstance(saved, Mapping) else None
+        is_whole = isinstance(tensors, Mapping) and tensors and all(isinstance(t, Tensor) for t in tensors.values())
+        if not is_whole or set(saved) != {*_PLAIN, "tensors"}:
             came = ", ".join(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
             raise StateError(
-                f"a saved state has the entries {', '.join(_PLAIN)}, and its tensors as parts; got {came}. "
+                f"a saved state has the entries {', '.join(_PLAIN)} and tensors; got {came}. "
                 "Pass what State.state_dict() returned."
             )
-        return cls(**{**saved, "parts": dict(saved["parts"])})
+        return cls(**{**saved, "tensors": dict(saved["tensors"])})
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> State:
         changed = {
-            name: change(part) if isinstance(part, Tensor) else Growing(change(part.rows)) for name, part in self.parts.items()
+            name: change(tensor) if isinstance(tensor, Tensor) else GrowingTensor(change(tensor.rows))
+            for name, tensor in self.tensors.items()
         }
-        return replace(self, parts=changed)
+        return replace(self, tensors=changed)
 
 
 _PLAIN = ("method", "kv_heads", "head_dim", "value_dim", "dtype", "length")
 
 
-def _rows(part: Tensor | Growing) -> Tensor:
-    return part if isinstance(part, Tensor) else part.rows
+def rows(tensor: Tensor | GrowingTensor) -> Tensor:
+    """What a state holds under one name, as a plain tensor."""
+    return tensor if isinstance(tensor, Tensor) else tensor.rows

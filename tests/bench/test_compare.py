@@ -17,8 +17,8 @@ import subquad as sq
 from subquad.bench import Plan, ResultsError, Setting, compare, load
 from subquad.bench.compare import FILE
 from subquad.bench.measure import DisagreementError, call, error, inputs, peak_bytes, require_agreement
-from subquad.bench.results import alone
 from subquad.bench.worker import Worker, WorkerError
+from subquad.runs.lock import alone
 
 SETTING = Setting(heads=2, head_dim=16, threads=1)
 PLAN = Plan(("linear", "local", "nystrom"), (64, 128), budget=60.0, rounds=2)
@@ -126,7 +126,8 @@ def test_a_failure_inside_a_cell_is_its_answer():
 
 
 def test_a_method_off_its_reference_is_not_measured(monkeypatch):
-    from subquad.engines import kernelized, native
+    from subquad.engines import kernelized
+    from subquad.ops import native
 
     monkeypatch.setattr(kernelized, "_normalize", lambda out, count, kernel: out[..., :-1])
     with native.disabled(), pytest.raises(DisagreementError, match="linear is off its reference by"):

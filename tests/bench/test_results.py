@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from subquad.bench.results import Facts, Results, ResultsError, Setting, Timing, load, save
+from subquad.bench.results import Facts, Results, Setting, Timing, load, save
+from subquad.runs.results_file import ResultsError
 
 RESULTS = Results(
     Setting(heads=2, is_causal=True),

@@ -39,9 +39,9 @@ def test_function_equals_module(case):
 def test_buffers_are_saved_and_kept(case):
     module = build(case.config)
     before = {name: t.clone() for name, t in module.state_dict().items()}
-    drawn = set(case.config.buffers(module.spec))
-    assert set(before) == drawn | set(case.config.parameters(module.spec)) | ({"seed"} if drawn else set())
-    assert bool(case.config.buffers(module.spec)) == bool(case.info.random)
+    drawn = set(case.config.buffers(module.sizes))
+    assert set(before) == drawn | set(case.config.parameters(module.sizes)) | ({"seed"} if drawn else set())
+    assert bool(case.config.buffers(module.sizes)) == bool(case.info.random)
     for training in (False, True):
         for is_causal in case.directions:
             case.run(inputs(9), module.train(training), is_causal=is_causal)
@@ -74,7 +74,7 @@ def test_redraw(case):
         return
     before = {name: t.clone() for name, t in module.named_buffers()}
     module.redraw(3)
-    fresh = {**dataclasses.replace(case.config, seed=3).buffers(module.spec), "seed": torch.tensor(3)}
+    fresh = {**dataclasses.replace(case.config, seed=3).buffers(module.sizes), "seed": torch.tensor(3)}
     for name, t in module.named_buffers():
         assert not torch.equal(t, before[name])
         assert torch.equal(t, fresh[name])

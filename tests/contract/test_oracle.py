@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from subquad.engines import clustered, hybrid, kernelized, tiles
+from subquad.engines import clustered, hybrid, kernelized
+from subquad.engines.block_sparse import softmax as tiles
 from tests.harness import HEADS, ROUNDING, SIZES, VALUE_DIM, Inputs, assert_close, every_case, inputs
 
 

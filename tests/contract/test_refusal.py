@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.mechanisms import NEEDS
+from subquad.families.base import NEEDS
 from tests.harness import every_case, inputs
 
 N = 20

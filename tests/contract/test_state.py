@@ -104,7 +104,7 @@ def test_a_call_leaves_its_state_as_it_was(case):
     with pytest.raises(sq.SubquadError):
         case.run(bad, is_causal=True, state=state)
     after = state.state_dict()
-    assert all(torch.equal(before["parts"][name], after["parts"][name]) for name in before["parts"])
+    assert all(torch.equal(before["tensors"][name], after["tensors"][name]) for name in before["tensors"])
 
 
 @every_case
@@ -114,7 +114,7 @@ def test_clone_shares_nothing(case):
     x = inputs(30)
     _, state = feed(case, x.tokens(0, 20), [20])
     copy = state.clone()
-    for part in state.parts.values():
+    for part in state.tensors.values():
         (part if isinstance(part, torch.Tensor) else part.rows).fill_(3)
     found, _ = feed(case, x.tokens(20, 30), [10], copy)
     assert_close(found, case.run(x, is_causal=True)[:, :, 20:])
@@ -158,14 +158,14 @@ def test_bytes(case):
 @every_case
 @torch.no_grad()
 def test_bytes_are_bounded(case):
-    """Unless the record says that the state grows with T, the tokens seen."""
+    """Unless the record says that the state grows."""
     case.skip_unless(decode=True)
     x, state, sizes = inputs(4000, batch=1), None, []
     for start in range(0, 4000, 50):
         _, state = case.run(x.tokens(start, start + 50), is_causal=True, state=state, return_state=True)
         sizes.append(state.nbytes)
     early, late = max(sizes[:40]), max(sizes[40:])
-    assert (late > 1.2 * early) == ("T" in case.info.state)
+    assert (late > 1.2 * early) == case.info.state_grows
 
 
 @every_case

@@ -27,14 +27,14 @@ from transformers import (
 from typer.testing import CliRunner
 
 import subquad as sq
-from subquad import cli_parts
 from subquad.cli import app
+from subquad.cli import terminal as cli_parts
 from subquad.conversion import plan as plans
-from subquad.conversion.job import run
-from subquad.conversion.opening import open_config, open_model, open_tokenizer
 from subquad.conversion.plan import STAGES, Plan
+from subquad.conversion.pretrained import open_config, open_model, open_tokenizer
 from subquad.conversion.repair import Schedule
 from subquad.conversion.results import load
+from subquad.conversion.run import run
 from subquad.conversion.text import calibration
 from tests.conversion.conftest import CONTEXT, saved
 

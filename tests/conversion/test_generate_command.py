@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import subquad as sq
 from subquad.cli import app
-from subquad.generation import Streamer, Writer, state_bytes
+from subquad.conversion.generation import Streamer, Writer, state_bytes
 from subquad.tasks import TASKS
 from tests.conversion.conftest import CONTEXT, saved
 

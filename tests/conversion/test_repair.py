@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import subquad as sq
 from subquad.conversion import Schedule, align, finetune, keep_softmax, transfer
-from subquad.conversion.observe import watchable
+from subquad.conversion.activations import watchable
 from subquad.conversion.repair import by_rows, keep
 from subquad.conversion.repair.alignment import Align
 from tests.conversion import families

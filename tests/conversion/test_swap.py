@@ -65,7 +65,7 @@ def test_pads_do_not_matter(family, method):
 def test_in_place_by_default():
     model = families.model("bert")
     assert sq.convert(model, "linear") is model
-    assert type(model.encoder.layer[0].attention.self.subquad) is sq.Mechanism
+    assert type(model.encoder.layer[0].attention.self.subquad) is sq.MechanismModule
 
 
 def test_original_weight_names_stay():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines import clustered, native
+from subquad.engines import clustered
+from subquad.ops import native
 from tests.engines.test_native import assert_same, needs_loops, results, tensors, without_loops
 
 pytestmark = needs_loops

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines import native
 from subquad.engines.convolution import add_convolved
-from subquad.engines.native import kernelized
-from subquad.engines.pages import large_pages
+from subquad.ops import kernelized, native
+from subquad.ops.hugepages import large_pages
 
 CONFIGS = [
     sq.Linear(),

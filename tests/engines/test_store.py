@@ -2,7 +2,7 @@
 
 import torch
 
-from subquad.engines import store
+from subquad.engines import token_buffer as store
 
 
 def grown(length, dim=3):

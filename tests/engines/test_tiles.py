@@ -5,8 +5,9 @@ import torch
 
 import subquad as sq
 from subquad import reference
-from subquad.engines import native, tiles
-from subquad.engines.parts import BARRED, Part, Tile
+from subquad.engines.block_sparse import softmax as tiles
+from subquad.engines.block_sparse.plan import BARRED, Part, Tile
+from subquad.ops import native
 from tests.harness import Largest, assert_close
 
 CONFIGS = [

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.mechanisms.random_blocks import _mix, drawn, head_keys, reservoir
+from subquad.families.random_blocks import _mix, drawn, head_keys, reservoir
 from tests.harness import DIM, HEADS, VALUE_DIM, Case, assert_close, inputs
 
 HEAVY = 6.0  # standard deviations

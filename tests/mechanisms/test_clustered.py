@@ -3,7 +3,7 @@ import torch
 
 import subquad as sq
 from subquad.engines import clustered
-from subquad.mechanisms.random_features import gaussian
+from subquad.families.random_features import gaussian
 from tests.harness import Largest, assert_close, inputs
 
 

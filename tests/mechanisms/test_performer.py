@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import subquad as sq
+from subquad.families.random_features import gaussian, orthogonal
 from subquad.mechanisms.performer import features, measure_p
-from subquad.mechanisms.random_features import gaussian, orthogonal
 
 DIM, DRAWS = 4, 1_000_000
 X = torch.tensor([[0.15, -0.25, 0.2, 0.05]], dtype=torch.float64)
@@ -104,7 +104,7 @@ def test_blocks_are_orthogonal(count):
 
 
 def test_options_reach_the_draw():
-    spec = sq.Performer().build(heads=2, head_dim=6).spec
+    spec = sq.Performer().build(heads=2, head_dim=6).sizes
     drawn = lambda **options: sq.Performer(features=9, seed=4, **options).buffers(spec)["projection"]
     assert torch.equal(drawn(), orthogonal(9, 6, seed=4))
     assert torch.equal(drawn(orthogonal=False), gaussian(9, 6, seed=4))

@@ -51,6 +51,6 @@ def test_the_state_keeps_one_row_a_segment():
     for t in range(200):
         one = x[:, :, t : t + 1]
         _, state = sq.attention(one, one, one, sq.Pooled(stride=50, window=10), is_causal=True, state=state, return_state=True)
-    tokens, segments = (state.parts[name].rows.shape[2] for name in ("key", "segment_key"))
+    tokens, segments = (state.tensors[name].rows.shape[2] for name in ("key", "segment_key"))
     assert tokens < 2 * 64 + 1
     assert 84 <= segments < 2 * 84 + 1

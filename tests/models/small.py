@@ -6,6 +6,7 @@ import torch
 import subquad as sq
 from subquad.mechanisms import MECHANISMS
 from subquad.models import SubquadConfig, SubquadForCausalLM, SubquadForConditionalGeneration
+from tests.options import small
 
 SIZES = {
     "vocab_size": 53,
@@ -19,7 +20,7 @@ SIZES = {
 }
 # The default stride is the root of the length: no causal form, and no padding.
 _OPTIONS = {"sparse_strided": {"stride": 5}, "sparse_fixed": {"stride": 5}}
-METHODS = [cls(**{**cls.info.small, **_OPTIONS.get(cls.info.name, {})}) for cls in MECHANISMS]
+METHODS = [cls(**{**small(cls.info.name), **_OPTIONS.get(cls.info.name, {})}) for cls in MECHANISMS]
 DECODABLE = [method for method in METHODS if not sq.why_not(method, is_causal=True, decode=True)]
 CROSS = [method for method in METHODS if not sq.why_not(method, decoder_cross=True)]
 

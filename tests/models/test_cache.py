@@ -134,7 +134,7 @@ def test_a_windowed_cache_is_bounded(method):
 def test_bytes_are_those_of_the_tensors():
     model = causal_lm("linear", dtype=torch.float32)
     cache = model(tokens(2, 9)[0]).past_key_values
-    parts = [part for layer in cache.layers for part in layer.state.parts.values()] + [cache.position.value]
+    parts = [part for layer in cache.layers for part in layer.state.tensors.values()] + [cache.position.value]
     assert cache.nbytes == sum(part.nbytes for part in parts)
     assert cache.nbytes > 2 * 2 * 3 * 8 * 8 * 4  # layers, batch, heads, and the sums over 8 channels of keys and of values
 

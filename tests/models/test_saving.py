@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import subquad as sq
-from subquad.api import Mechanism
+from subquad.attention import MechanismModule
 from subquad.models import (
     SubquadConfig,
     SubquadForCausalLM,
@@ -98,11 +98,11 @@ with torch.no_grad():
 def test_a_redrawn_mechanism_keeps_its_draw(tmp_path):
     model = causal_lm([sq.BigBird(block=2, window=1, globals=1), "performer"], dtype=torch.float32)
     for module in model.modules():
-        if isinstance(module, Mechanism):
+        if isinstance(module, MechanismModule):
             module.redraw(17)
     model.save_pretrained(tmp_path)
     loaded = SubquadForCausalLM.from_pretrained(tmp_path)
-    assert [m.config.seed for m in loaded.modules() if isinstance(m, Mechanism)] == [17, 17]
+    assert [m.method.seed for m in loaded.modules() if isinstance(m, MechanismModule)] == [17, 17]
     assert torch.equal(output(loaded), output(model))
 
 
@@ -190,7 +190,7 @@ def test_missing_parts_of_a_mechanism_start_as_in_a_new_model(method, tmp_path):
     softmax.save_pretrained(tmp_path)
     other = config(method, num_hidden_layers=1)
     loaded = SubquadForMaskedLM.from_pretrained(tmp_path, config=other, strict=False)
-    (mechanism,) = (m for m in loaded.modules() if isinstance(m, Mechanism))
+    (mechanism,) = (m for m in loaded.modules() if isinstance(m, MechanismModule))
     for name, initial in mechanism.initial_weights().items():
         found = mechanism.get_parameter(name) if name in mechanism._parameters else mechanism.get_buffer(name)
         assert found.isfinite().all()

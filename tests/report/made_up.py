@@ -5,13 +5,13 @@ import random
 
 import subquad as sq
 from subquad.bench.results import BASELINE, Facts, Results, Setting, Timing
-from subquad.report.looks import engine_of
+from subquad.report.looks import family_of
 
 LENGTHS = [2**i for i in range(8, 17)]
 METHODS = [name for name in sq.methods() if name not in ("softmax", "svd")]
 LONGEST_RUN = 16384  # of the baseline; beyond, it is predicted
 FAILING, NO_DECODE, REFUSED = "clustered", ("clustered", "linformer", "nystrom", "induced"), "svd"
-ENGINES = {"kernelized": (9e-6, 0.3), "block_sparse": (3e-5, 0.7), "bucketed": (9e-5, 0.5), "low_rank": (1.5e-5, 0.9)}
+FAMILIES = {"kernelized": (9e-6, 0.3), "sparse": (3e-5, 0.7), "bucketed": (9e-5, 0.5), "low_rank": (1.5e-5, 0.9)}
 
 
 def made_up(methods=METHODS, lengths=LENGTHS, *, rounds=5, seed=0):
@@ -32,7 +32,7 @@ def made_up(methods=METHODS, lengths=LENGTHS, *, rounds=5, seed=0):
     places = {name: 1 + 0.17 * i for i, name in enumerate(methods)}
     for n in lengths:
         for method in (BASELINE, *methods):
-            exponent, (step, error) = 1.0, ENGINES.get(engine_of(method), (2e-5, 0.4))
+            exponent, (step, error) = 1.0, FAMILIES.get(family_of(method), (2e-5, 0.4))
             if method in ("sparse_strided", "sparse_fixed", "pooled"):
                 exponent = 1.5
             cost = 2.8e-8 * n**2 if method == BASELINE else places[method] * step * n * (n / 1024) ** (exponent - 1) + 2e-4

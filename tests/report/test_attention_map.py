@@ -16,7 +16,7 @@ LENGTH = 23
 
 
 @dataclass(frozen=True, kw_only=True)
-class Banded(sq.Config):
+class Banded(sq.Mechanism):
     """Known patterns: even heads see `window` tokens to either side, odd heads all."""
 
     info: ClassVar[sq.Info] = sq.Info(name="banded", engine="block_sparse", idea="", paper="", time="", memory="")

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import subquad as sq
-from subquad import cli_parts
-from subquad.bench.results import alone
 from subquad.cli import app
-from subquad.cli_train import _methods, _sparkline
+from subquad.cli import terminal as cli_parts
+from subquad.cli.train import _methods, _sparkline
+from subquad.runs.lock import alone
 from subquad.tasks import TASKS
 from subquad.training import Record, Results, load, train
 from tests.training.weights import equal, last
@@ -129,8 +129,8 @@ def test_a_method_that_refuses_to_be_built_is_no_success(tmp_path, monkeypatch):
     record = Record("linear", status="refused", why="no", steps=3)
     table = {"metric": "accuracy", "higher_is_better": True, "name": "digits", "idea": ""}
     monkeypatch.setattr("subquad.training.train", lambda *_, **__: Results(table, {}, {}, records=[record]))
-    monkeypatch.setattr("subquad.cli_train._written", lambda results, folder: [])
-    monkeypatch.setattr("subquad.cli_train._print", lambda *_: None)
+    monkeypatch.setattr("subquad.cli.train._written", lambda results, folder: [])
+    monkeypatch.setattr("subquad.cli.train._print", lambda *_: None)
     assert CliRunner().invoke(app, ["train", "digits", "--method", "linear"]).exit_code == 1
     record.steps = None  # one that `all` leaves out
     assert CliRunner().invoke(app, ["train", "digits", "--method", "linear"]).exit_code == 0

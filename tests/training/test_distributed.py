@@ -17,9 +17,10 @@ import pytest
 import torch.distributed as dist
 from accelerate import DistributedType, PartialState
 
-from subquad.bench.results import alone
 from subquad.errors import SubquadError
-from subquad.training import checkpoints, load, train
+from subquad.runs import checkpoints
+from subquad.runs.lock import alone
+from subquad.training import load, train
 from tests.training.fake import SETTINGS, FakeText
 from tests.training.weights import last
 

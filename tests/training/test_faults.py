@@ -12,8 +12,9 @@ import torch
 from accelerate import Accelerator
 
 import subquad as sq
-from subquad.training import checkpoints, load, train
-from subquad.training.stop import Stop
+from subquad.runs import checkpoints
+from subquad.runs.stop import Stop
+from subquad.training import load, train
 from tests.training.fake import SETTINGS, Fake, FakeText
 from tests.training.weights import equal, last, stop_after, weights
 
@@ -136,7 +137,7 @@ def test_a_table_is_of_one_set_of_rows(run, monkeypatch, part):
     with pytest.raises(KeyboardInterrupt):
         run("linear", watch=stop_after(6))
     other = OtherRows(part)
-    monkeypatch.setattr("subquad.training.sitting.place", lambda task: "tests.training.fake:Fake")
+    monkeypatch.setattr("subquad.training.session.place", lambda task: "tests.training.fake:Fake")
     for methods in (["linear"], ["softmax"]):
         with pytest.raises(sq.InputError, match="a table is of one set of rows; those that this machine has now are others"):
             run(*methods, task=other, resume=True)

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from subquad.runs import checkpoints
 from subquad.tasks import TASKS
-from subquad.training import checkpoints, load, train
+from subquad.training import load, train
 from tests.training.weights import equal, last, weights
 
 SETTINGS = replace(

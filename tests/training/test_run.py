@@ -13,8 +13,9 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 
 import subquad as sq
 from subquad.models import seq2seq
+from subquad.runs import checkpoints
 from subquad.tasks.tokens import kept, words
-from subquad.training import checkpoints, load
+from subquad.training import load
 from subquad.training.data import Batches
 from subquad.training.plan import chosen
 from tests.training.fake import SETTINGS, Fake, FakePairs, FakeText
@@ -142,7 +143,7 @@ def test_what_is_only_a_bound_is_trained_if_named():
 def test_the_peak_is_that_of_training_alone():
     """In a process of its own, as trainings are: another's garbage, freed meanwhile, would count against the peak."""
     lines = (
-        "import torch; from subquad.training.memory import Peak; peak = Peak(torch.device('cpu'))",
+        "import torch; from subquad.runs.memory import Peak; peak = Peak(torch.device('cpu'))",
         "with peak.paused(): torch.ones(2**25)  # 128 MiB",
         "print(peak.bytes()); torch.ones(2**25); print(peak.bytes())",
     )

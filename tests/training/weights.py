@@ -6,7 +6,7 @@ import signal
 import torch
 from safetensors.torch import load_file
 
-from subquad.training import checkpoints
+from subquad.runs import checkpoints
 
 
 def weights(folder):

@@ -3,6 +3,7 @@
 from subquad.bench.advise import Advice, advise
 from subquad.bench.compare import compare
 from subquad.bench.plan import Plan, Progress
-from subquad.bench.results import Results, ResultsError, Setting, load, save
+from subquad.bench.results import Results, Setting, load, save
+from subquad.runs.results_file import ResultsError
 
 __all__ = ["Advice", "Plan", "Progress", "Results", "ResultsError", "Setting", "advise", "compare", "load", "save"]

@@ -11,14 +11,15 @@ from typing import Any
 
 from subquad.bench import analysis
 from subquad.bench.compare import FILE, compare
-from subquad.bench.measure import configured
-from subquad.bench.plan import LONGEST, ORACLES, Plan, default_methods
-from subquad.bench.results import BASELINE, Pass, Results, ResultsError, Setting, load
+from subquad.bench.plan import LONGEST, Plan, default_methods
+from subquad.bench.results import BASELINE, Pass, Results, Setting, load
 from subquad.errors import InputError
-from subquad.mechanisms import Config, Local, Longformer, Pooled
+from subquad.families.base import Mechanism
+from subquad.mechanisms import Local, Longformer, Pooled
 from subquad.registry import resolve
+from subquad.runs.results_file import ResultsError
 
-_WINDOWED: dict[str, Callable[[int], Config]] = {
+_WINDOWED: dict[str, Callable[[int], Mechanism]] = {
     "local": lambda window: Local(window=window),
     "longformer": lambda window: Longformer(window=window),
     "pooled": lambda window: Pooled(window=window),
@@ -41,7 +42,7 @@ class Advice:
         error: relative error against exact softmax, on a model's inputs where the results have them, otherwise on random ones.
     """
 
-    method: Config
+    method: Mechanism
     code: str
     reasons: tuple[str, ...]
     times_sdpa: float | None
@@ -83,14 +84,14 @@ def advise(
     return [replace(advice, code=_code(advice.method, is_causal and not cross)) for advice in _choose(rated, length, kind)]
 
 
-def _options(length: int, exact_window: int | None) -> dict[str, Config]:
+def _options(length: int, exact_window: int | None) -> dict[str, Mechanism]:
     """What could be used, by name."""
     if exact_window is not None:
         if isinstance(exact_window, bool) or not isinstance(exact_window, int) or exact_window < 1:
             raise InputError(f"exact_window is a whole number of tokens, at least 1; got {exact_window!r}.")
         windowed = {name: build(exact_window) for name, build in _WINDOWED.items() if exact_window < length - 1}
         return {"softmax": resolve("softmax"), **windowed}
-    return {name: configured(name, length) for name in ("softmax", *default_methods())}
+    return {name: resolve(name).for_length(length) for name in ("softmax", *default_methods())}
 
 
 def _results(
@@ -98,7 +99,7 @@ def _results(
     length: int,
     kind: Pass,
     is_causal: bool,
-    able: dict[str, Config],
+    able: dict[str, Mechanism],
     budget: float,
 ) -> Results:
     if isinstance(given, Results):
@@ -129,20 +130,20 @@ def stored(path: str | os.PathLike[str]) -> Results:
     return load(Path(path) / FILE if Path(path).is_dir() else Path(path))
 
 
-def _quick(length: int, kind: Pass, is_causal: bool, able: dict[str, Config], budget: float) -> Results:
+def _quick(length: int, kind: Pass, is_causal: bool, able: dict[str, Mechanism], budget: float) -> Results:
     import tempfile
 
     import torch
 
     lengths = sorted({max(1, length // 4), max(1, length // 2), length})
-    methods = tuple(name for name in able if name not in ORACLES)
+    methods = tuple(name for name in able if name in default_methods())
     plan = Plan(methods, tuple(lengths), (kind,), budget=budget, rounds=3)
     setting = Setting(is_causal=is_causal, threads=torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder:
         return compare(plan, setting, Path(folder))
 
 
-def _rate(results: Results, name: str, config: Config, length: int, kind: Pass) -> Advice | None:
+def _rate(results: Results, name: str, config: Mechanism, length: int, kind: Pass) -> Advice | None:
     """Figures at `length`, on a straight line of logarithms between the lengths measured."""
     measured = [t.length for t in results.of(kind) if t.rounds and t.method == (BASELINE if name == "softmax" else name)]
     if not measured:
@@ -154,7 +155,7 @@ def _rate(results: Results, name: str, config: Config, length: int, kind: Pass) 
     which = "real" if any("real" in f.errors for f in own) else "random"
     errors = [(f.length, f.errors[which]) for f in own if which in f.errors]
     reasons, slower = [], 1.0
-    if config != (usual := configured(name, length)):  # another window: its cost grows with it
+    if config != (usual := resolve(name).for_length(length)):  # another window: its cost grows with it
         window, known = getattr(config, "window", 1), getattr(usual, "window", 1)
         slower = max(window / known, 1.0)
         reasons.append(f"estimated from window={known}, which was measured")
@@ -208,7 +209,7 @@ def _choose(rated: list[Advice], length: int, kind: Pass) -> list[Advice]:
     return [replace(a, reasons=(*reasons, *a.reasons)) for a, reasons in list(chosen.values())[:3]]
 
 
-def _code(config: Config, is_causal: bool) -> str:
+def _code(config: Mechanism, is_causal: bool) -> str:
     if config.reasons(["functional"]):
         return f"sq.Attention(dim, heads, {_written(config)})"
     name = config.info.name
@@ -217,7 +218,7 @@ def _code(config: Config, is_causal: bool) -> str:
     return f"sq.attention(q, {key}, v, {written}{', is_causal=True' if is_causal else ''})"
 
 
-def _written(config: Config) -> str:
+def _written(config: Mechanism) -> str:
     default: dict[str, Any] = vars(resolve(config.info.name))
     options = ", ".join(f"{name}={value!r}" for name, value in vars(config).items() if default[name] != value)
     return f"sq.{type(config).__name__}({options})"

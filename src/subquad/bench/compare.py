@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from subquad.bench import analysis
-from subquad.bench.machine import describe, free_memory
 from subquad.bench.measure import saved_inputs
 from subquad.bench.plan import Plan, Progress, check, refusals_of, sample
-from subquad.bench.results import BASELINE, Facts, Pass, Results, ResultsError, Setting, Timing, alone, load, save
+from subquad.bench.results import BASELINE, Facts, Pass, Results, Setting, Timing, load, save
 from subquad.bench.worker import Worker, WorkerError
+from subquad.runs.lock import alone
+from subquad.runs.machine import describe, free_memory
+from subquad.runs.results_file import ResultsError
 
 FILE = "results.json"
 _SLOWEST = 10  # a call and what prepares it may take the budget divided by this
@@ -62,7 +64,7 @@ def compare(
 def _begin(plan: Plan, setting: Setting, path: Path, fresh: bool) -> Results:
     refusals = refusals_of(plan, setting)
     methods = [m for m in plan.methods if m not in refusals]
-    machine = describe(setting)
+    machine = describe(setting.device)
     results = Results(setting, machine)
     if path.exists() and not fresh:
         results = load(path)

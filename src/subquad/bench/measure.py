@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from subquad import reference
 from subquad.bench.results import BASELINE, Pass, Setting
 from subquad.errors import InputError, SubquadError
-from subquad.mechanisms import Config, Linformer, SparseFixed, SparseStrided
+from subquad.families.base import Mechanism
 from subquad.registry import resolve
 
 LEAST = 0.005  # seconds that a timing takes at least; shorter calls are repeated
@@ -29,17 +29,6 @@ CHECKED = 150  # tokens on which a method must agree with its reference
 
 class DisagreementError(SubquadError):
     """A method that is off its reference, so that its speed means nothing."""
-
-
-def configured(method: str, length: int) -> Config:
-    """The options that a method is compared with: the defaults, but for those that follow from the length."""
-    if method == "sparse_strided":
-        return SparseStrided(stride=max(1, round(math.sqrt(length))))
-    if method == "sparse_fixed":
-        return SparseFixed(stride=max(1, round(math.sqrt(length))))
-    if method == "linformer":
-        return Linformer(max_length=length)
-    return resolve(method)
 
 
 def inputs(setting: Setting, length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +69,7 @@ def call(method: str, setting: Setting, length: int, qkv: tuple[Tensor, Tensor, 
     query, key, value = qkv
     if method == BASELINE:
         return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=setting.is_causal)
-    config = configured(method, length)
+    config = resolve(method).for_length(length)
     key = query if config.shares_query_and_key else key
     module = _built(config, setting)
     hidden = _hidden(config, setting, length)
@@ -156,7 +145,7 @@ def require_agreement(method: str, setting: Setting) -> None:
     """Refuse to measure a method whose error, against its reference in float64, is above twice the reference's own."""
     if method == BASELINE:
         return
-    config = configured(method, CHECKED)
+    config = resolve(method).for_length(CHECKED)
     small = Setting(heads=2, head_dim=setting.head_dim, dtype=setting.dtype, is_causal=setting.is_causal, device=setting.device)
     query, key, value = inputs(small, CHECKED)
     key = query if config.shares_query_and_key else key
@@ -180,7 +169,7 @@ def require_agreement(method: str, setting: Setting) -> None:
 
 def _decoder(method: str, setting: Setting, length: int, qkv: tuple[Tensor, Tensor, Tensor]) -> Callable[[], object]:
     """One token after `length` others; the state goes on, so that a cache that grows does so in place."""
-    config = configured(method, length)
+    config = resolve(method).for_length(length)
     module = _built(config, setting)
     query, key, value = qkv
     key = query if config.shares_query_and_key else key
@@ -198,14 +187,14 @@ def _decoder(method: str, setting: Setting, length: int, qkv: tuple[Tensor, Tens
     return step
 
 
-def _built(config: Config, setting: Setting) -> Any:
+def _built(config: Mechanism, setting: Setting) -> Any:
     torch.manual_seed(0)
     width = setting.heads * setting.head_dim
     module = config.build(heads=setting.heads, head_dim=setting.head_dim, dim=width).eval()
     return module.to(setting.device, getattr(torch, setting.dtype))
 
 
-def _hidden(config: Config, setting: Setting, length: int) -> Tensor | None:
+def _hidden(config: Mechanism, setting: Setting, length: int) -> Tensor | None:
     if not config.reads_tokens:
         return None
     width = setting.heads * setting.head_dim

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from subquad.bench.measure import configured, saved_inputs
+from subquad.bench.measure import saved_inputs
 from subquad.bench.results import BASELINE, Pass, Setting
 from subquad.errors import InputError
-from subquad.mechanisms import NEEDS, Config
+from subquad.families.base import NEEDS, Mechanism
 from subquad.registry import methods as all_methods
 from subquad.registry import resolve
 
 LONGEST = 2**24  # tokens
-ORACLES = ("softmax", "svd")  # the baseline itself, and a bound that is slow by definition: compared only if named
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ class Progress:
 
 
 def default_methods() -> list[str]:
-    return [name for name in all_methods() if name not in ORACLES]
+    """All but the baseline itself and oracles, which are compared only when named."""
+    return [name for name in all_methods() if name != "softmax" and not resolve(name).info.is_oracle]
 
 
 def refusals_of(plan: Plan, setting: Setting) -> dict[str, str]:
@@ -63,8 +63,8 @@ def refusals_of(plan: Plan, setting: Setting) -> dict[str, str]:
     return refused
 
 
-def sample(method: str) -> Config:
-    return configured(method, 1024)
+def sample(method: str) -> Mechanism:
+    return resolve(method).for_length(1024)
 
 
 def check(plan: Plan, setting: Setting) -> None:

@@ -6,15 +6,12 @@ A *cell* is one quantity of one method at one length. Times come in rounds: each
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from subquad.errors import SubquadError
-from subquad.files import write
+from subquad.runs.results_file import ResultsError, read, write_json
 
 SCHEMA, VERSION = "subquad.compare", 1
 BASELINE = "sdpa"
@@ -22,10 +19,6 @@ Pass = Literal["forward", "training", "decode"]  # training: forward and backwar
 PASSES: tuple[Pass, ...] = get_args(Pass)
 Status = Literal["measured", "predicted", "refused", "failed"]
 STATUSES: tuple[Status, ...] = get_args(Status)
-
-
-class ResultsError(SubquadError, ValueError):
-    """A results file that cannot be read, or that belongs to another comparison."""
 
 
 @dataclass(frozen=True)
@@ -103,37 +96,9 @@ def save(results: Results, path: Path) -> None:
     write_json(path, {"schema": SCHEMA, "version": VERSION, **_plain(results)})
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, json.dumps(content).encode())
-    except OSError as error:
-        raise ResultsError(
-            f"the results cannot be written to {path}: {error.strerror or error}. Choose another folder."
-        ) from error
-
-
 def _plain(results: Results) -> dict[str, Any]:
     records = {"timings": [vars(t) for t in results.timings], "facts": [vars(f) for f in results.facts]}
     return {**vars(results), **records, "setting": vars(results.setting)}
-
-
-def read(path: Path, schema: str, version: int) -> dict[str, Any]:
-    """What a results file of that schema and version holds."""
-    try:
-        saved = json.loads(path.read_text())
-    except OSError as error:
-        raise ResultsError(f"the results in {path} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise ResultsError(f"{path} is not whole JSON ({error}). Move it away, or start over with --fresh.") from error
-    found = (saved.get("schema"), saved.get("version")) if isinstance(saved, dict) else (None, None)
-    if found != (schema, version):
-        writer, also = ("release", ", or start over with --fresh") if found[0] == schema else ("program", "")
-        raise ResultsError(
-            f"{path} must have schema {schema!r}, version {version}; got {found[0]!r}, version {found[1]!r}. "
-            f"It was written by another {writer}: choose another folder{also}."
-        )
-    return {name: value for name, value in saved.items() if name not in ("schema", "version")}
 
 
 def load(path: Path) -> Results:
@@ -146,28 +111,3 @@ def load(path: Path) -> Results:
         return Results(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise ResultsError(f"{path} lacks what results of this version have ({error}). Compare anew with --fresh.") from error
-
-
-@contextlib.contextmanager
-def alone(folder: Path, doing: str = "comparison") -> Iterator[int | None]:
-    """While nobody else writes into `folder`: two would overwrite and disturb each other.
-
-    Gives the lock's file descriptor: a process that inherits it keeps the folder until it ends, too.
-    """
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        yield None
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        why = error.strerror or error
-        raise ResultsError(f"the results cannot be written to {folder}: {why}. Choose another folder.") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with the process, however that ends
-        except OSError:
-            raise ResultsError(f"another {doing} is writing to {folder}. Wait for it, or choose another --out.") from None
-        yield lock.fileno()

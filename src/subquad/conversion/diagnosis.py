@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from subquad.api import Mechanism
+from subquad.attention import MechanismModule
 from subquad.conversion import record as records
-from subquad.conversion.observe import Batch, Seen, is_causal_lm, last_states, real_tokens, run, watchable
+from subquad.conversion.activations import Batch, Seen, is_causal_lm, last_states, real_tokens, run, watchable
 from subquad.conversion.swap import every_mechanism, mechanisms
-from subquad.engines.tensors import widen
 from subquad.errors import InputError
+from subquad.ops.precision import widen
 
 LEAST = 64  # tokens of a calibration set
 _WEIGHED = 256  # tokens of a sequence whose weights are compared
@@ -179,7 +179,7 @@ class _Damage:
             missed, had = head_errors(seen[name], seen[name].by(mechanism))
             self.missed[name] = self.missed.get(name, 0) + missed.double()
             self.had[name] = self.had.get(name, 0) + had.double()
-            if not mechanism.config.fixes_value_dim:
+            if not mechanism.method.fixes_value_dim:
                 self.divergence[name].append(_divergence(seen[name], mechanism))
 
     def heads(self) -> tuple[Head, ...]:
@@ -193,12 +193,12 @@ class _Damage:
         return tuple(found)
 
 
-def _divergence(seen: Seen, mechanism: Mechanism) -> Tensor:
+def _divergence(seen: Seen, mechanism: MechanismModule) -> Tensor:
     """(H,): the mean over the first sequence's real queries."""
     one = _first(seen)
     keys = one.key.shape[2]
     identity = torch.eye(keys, dtype=one.key.dtype, device=one.key.device).expand(1, one.key.shape[1], keys, keys)
-    exact = Mechanism("softmax", heads=one.query.shape[1], kv_heads=one.key.shape[1], head_dim=one.key.shape[3])
+    exact = MechanismModule("softmax", heads=one.query.shape[1], kv_heads=one.key.shape[1], head_dim=one.key.shape[3])
     expected, found = (one.by(by, identity).clamp(min=_TINY) for by in (exact, mechanism))  # (1, H, N, M)
     expected, found = (x / x.sum(-1, keepdim=True) for x in (expected, found))
     rows = (expected * (expected.log() - found.log())).sum(-1)[0]  # (H, N)

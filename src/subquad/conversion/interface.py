@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from subquad.api import Mechanism
+from subquad.attention import MechanismModule
 from subquad.errors import UnsupportedError
 from subquad.models.cache import ConvertedLayer, Step
 from subquad.state import State
@@ -43,7 +43,7 @@ def attend(
 
     Behind keys that a converted cache has seen is a layer of it, which holds all that came before them.
     """
-    mechanism: Mechanism = getattr(module, NAME)
+    mechanism: MechanismModule = getattr(module, NAME)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", False)) and getattr(module.config, "is_causal", True)
     layer = ConvertedLayer.behind(key) if is_causal else None
@@ -60,7 +60,7 @@ def attend(
     pairs = _both(pairs, position_bias)
     if pairs is not None and pairs.is_floating_point():
         pairs = pairs.to(query.dtype)
-    dropped = dropout if "dropout_p" in mechanism.config.refuses else 0.0
+    dropped = dropout if "dropout_p" in mechanism.method.refuses else 0.0
 
     def run(state: State | None, keep: int | None = None) -> Any:
         return mechanism(
@@ -142,10 +142,10 @@ def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return first.masked_fill(~second, -math.inf) if second.dtype == torch.bool else first + second
 
 
-def _require_pairs(mechanism: Mechanism) -> None:
-    if "attn_mask" in mechanism.config.refuses:
+def _require_pairs(mechanism: MechanismModule) -> None:
+    if "attn_mask" in mechanism.method.refuses:
         raise UnsupportedError(
-            f"{mechanism.config.info.name} goes on from a state, and got earlier keys from an ordinary cache. Pass a "
+            f"{mechanism.method.info.name} goes on from a state, and got earlier keys from an ordinary cache. Pass a "
             "SubquadCache, leave past_key_values out, or, where the method has no decode state, call with use_cache=False."
         )
 

@@ -12,9 +12,9 @@ from subquad.conversion.repair.low_rank import RANK, require_targets
 from subquad.conversion.swap import Layers
 from subquad.conversion.text import Calibration
 from subquad.errors import InputError
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 from subquad.registry import resolve
-from subquad.training.precision import Precision
+from subquad.runs.precision import Precision
 
 STAGES = ("transfer", "align", "lora")
 _LOW_RANK = ("align", "lora")
@@ -48,7 +48,7 @@ class Plan:
     """
 
     model: str
-    method: str | Config
+    method: str | Mechanism
     gguf: str | None = None
     layers: Layers = "all"
     keep_softmax: tuple[int, ...] = ()

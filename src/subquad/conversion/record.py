@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from subquad.errors import InputError
-from subquad.mechanisms import Config
-from subquad.models.methods import from_json, to_json
+from subquad.families.base import Mechanism
+from subquad.registry import from_record, to_record
 
 VERSION = 1
 
@@ -35,8 +35,8 @@ class Record:
     has_other_weights: bool = False
     version: int = VERSION
 
-    def configs(self) -> dict[str, Config]:
-        return {name: from_json(saved) for name, saved in self.sites.items()}
+    def configs(self) -> dict[str, Mechanism]:
+        return {name: from_record(saved) for name, saved in self.sites.items()}
 
     def write(self, config: PreTrainedConfig) -> None:
         config.subquad = asdict(self)
@@ -52,8 +52,8 @@ def written(config: Any) -> Record | None:
     return Record(**found)
 
 
-def described(configs: dict[str, Config]) -> dict[str, Any]:
-    return {name: to_json(config, 1) for name, config in configs.items()}
+def described(configs: dict[str, Mechanism]) -> dict[str, Any]:
+    return {name: to_record(config) for name, config in configs.items()}
 
 
 def of(model: PreTrainedModel) -> Record:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from subquad.bench.results import ResultsError, read, write_json
 from subquad.conversion.diagnosis import Diagnosis, Head
 from subquad.conversion.repair.keep import Kept, Tried
 from subquad.conversion.repair.loop import Progress
+from subquad.runs.results_file import ResultsError, read, write_json
 
 SCHEMA, VERSION = "subquad.convert", 1
 FILE = "results.json"

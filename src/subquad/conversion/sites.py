@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from subquad.errors import UnsupportedError
-from subquad.mechanisms import NEEDS, Config
+from subquad.families.base import NEEDS, Mechanism
 
 TESTED = (
     "bart", "bert", "deit", "distilbert", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "roberta", "t5", "vit", "whisper",
@@ -62,7 +62,7 @@ class Site:
         }
         return {need for need, is_asked in asked.items() if is_asked}
 
-    def why_not(self, config: Config) -> list[str]:
+    def why_not(self, config: Mechanism) -> list[str]:
         """Every reason why it cannot attend by `config`."""
         reasons = [f"{NEEDS[need]}: {reason}" for need, reason in config.reasons(self.needs()).items()]
         if config.shares_query_and_key:

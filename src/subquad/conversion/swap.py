@@ -15,15 +15,16 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from subquad.api import Mechanism
+from subquad.attention import MechanismModule
 from subquad.conversion import record as records
 from subquad.conversion.caching import lets_generate, stop_caching
 from subquad.conversion.interface import NAME
-from subquad.conversion.opening import context_of
+from subquad.conversion.pretrained import context_of
 from subquad.conversion.record import Record
 from subquad.conversion.sites import Site, sites
 from subquad.errors import InputError, OptionError, UnsupportedError
-from subquad.mechanisms import Config, Softmax
+from subquad.families.base import Mechanism
+from subquad.mechanisms import Softmax
 from subquad.registry import resolve
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -34,7 +35,7 @@ _EVERY = re.compile(r"every (\d+)")
 
 def convert(
     model: Model,
-    method: str | Config,
+    method: str | Mechanism,
     *,
     layers: Layers = "all",
     keep_softmax: Sequence[int] = (),
@@ -105,13 +106,13 @@ def revert(model: Model) -> Model:
 def install(model: PreTrainedModel, conversion: Record) -> None:
     """Mechanisms for every site, at their initial weights, where the site's own weights are."""
     kinds = conversion.configs()
-    lenders: dict[tuple[Config, str], Mechanism] = {}
+    lenders: dict[tuple[Mechanism, str], MechanismModule] = {}
     for site in sites(model):
-        mechanism = Mechanism(kinds[site.name], heads=site.heads, kv_heads=site.kv_heads, head_dim=site.head_dim)
+        mechanism = MechanismModule(kinds[site.name], heads=site.heads, kv_heads=site.kv_heads, head_dim=site.head_dim)
         near = next(site.module.parameters())
         mechanism.to(near.device, near.dtype).train(site.module.training)
-        if mechanism.config.lends_parameters:
-            lender = lenders.setdefault((mechanism.config, site.stack), mechanism)
+        if mechanism.method.shares_parameters:
+            lender = lenders.setdefault((mechanism.method, site.stack), mechanism)
             if lender is not mechanism:
                 mechanism.borrow_parameters(lender)
         site.module.add_module(NAME, mechanism)
@@ -132,15 +133,15 @@ def _keep(attn_implementation: Any, *_: Any, **__: Any) -> None:
         )
 
 
-def every_mechanism(model: PreTrainedModel) -> dict[str, Mechanism]:
+def every_mechanism(model: PreTrainedModel) -> dict[str, MechanismModule]:
     """The mechanism of each site, by the site's name."""
     records.of(model)
     return {site.name: getattr(site.module, NAME) for site in sites(model)}
 
 
-def mechanisms(model: PreTrainedModel) -> dict[str, Mechanism]:
+def mechanisms(model: PreTrainedModel) -> dict[str, MechanismModule]:
     """As `every_mechanism`, without those that are softmax."""
-    return {name: mechanism for name, mechanism in every_mechanism(model).items() if not mechanism.config.info.exact}
+    return {name: mechanism for name, mechanism in every_mechanism(model).items() if not mechanism.method.info.exact}
 
 
 def _own_config(model: PreTrainedModel) -> None:
@@ -212,7 +213,7 @@ def _numbers(field: str, given: Layers, known: list[int]) -> Iterable[int]:
     return given
 
 
-def _require_able(config: Config, chosen: list[Site]) -> None:
+def _require_able(config: Mechanism, chosen: list[Site]) -> None:
     refused: dict[tuple[str, ...], list[str]] = {}
     for site in chosen:
         if reasons := site.why_not(config):
@@ -225,5 +226,5 @@ def _require_able(config: Config, chosen: list[Site]) -> None:
         )
 
 
-def _is_cached(site: Site, config: Config) -> bool:
+def _is_cached(site: Site, config: Mechanism) -> bool:
     return site.is_causal and not site.has_bias and not config.reasons(["decode"])

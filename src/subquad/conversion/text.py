@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from subquad.conversion.activations import is_causal_lm
 from subquad.conversion.diagnosis import LEAST, tokens_of
-from subquad.conversion.observe import is_causal_lm
-from subquad.conversion.opening import context_of
+from subquad.conversion.pretrained import context_of
 from subquad.errors import InputError
 from subquad.tasks.source import read
 

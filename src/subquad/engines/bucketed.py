@@ -20,13 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines import dense, native, store, tiles
-from subquad.engines.key_sets import Blocks, Tokens
-from subquad.engines.native import bucketed as compiled
-from subquad.engines.parts import BARRED, Part, Tile
-from subquad.engines.tensors import is_recorded
+from subquad.engines import dense
+from subquad.engines import token_buffer as store
+from subquad.engines.block_sparse import softmax as tiles
+from subquad.engines.block_sparse.key_sets import Blocks, Tokens
+from subquad.engines.block_sparse.plan import BARRED, Part, Tile
 from subquad.masks import zero_pads
-from subquad.state import Parts
+from subquad.ops import bucketed as compiled
+from subquad.ops import native
+from subquad.ops.precision import is_recorded
+from subquad.state import StateTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +54,9 @@ def attend(
     key_padding_mask: Tensor | None,
     scale: float,
     seen: int = 0,
-    past: Parts | None = None,
+    past: StateTensors | None = None,
     return_state: bool = False,
-) -> tuple[Tensor, Parts | None]:
+) -> tuple[Tensor, StateTensors | None]:
     """Attention of query (B, H, n, D) to key (B, K, n, D), value (B, K, n, Dv), in buckets (B, H, R, n) and (B, K, R, n)."""
     query, key, value = (zero_pads(x, key_padding_mask) for x in (query, key, value))
     if past is not None:
@@ -220,8 +223,8 @@ def _go_on(
     mask: Tensor | None,
     scale: float,
     seen: int,
-    state: Parts,
-) -> tuple[Tensor, Parts]:
+    state: StateTensors,
+) -> tuple[Tensor, StateTensors]:
     """A few tokens at a time: they join the keys of the state, and meet those that they see."""
     outs = [query[:, :, :0, :1].expand(-1, -1, -1, value.shape[-1])]
     for start in range(0, query.shape[2], store.STEP):
@@ -235,7 +238,7 @@ def _go_on(
     return torch.cat(outs, dim=2), state
 
 
-def _step(query: Tensor, query_bucket: Tensor, state: Parts, rule: Rule, scale: float) -> Tensor:
+def _step(query: Tensor, query_bucket: Tensor, state: StateTensors, rule: Rule, scale: float) -> Tensor:
     key, value, position, bucket = (store.rows(state[name]) for name in ("key", "value", "number", "bucket"))
     dtype = torch.promote_types(query.dtype, key.dtype)
     group, length, count = query.shape[1] // key.shape[1], query.shape[2], state["count"]
@@ -253,7 +256,9 @@ def _step(query: Tensor, query_bucket: Tensor, state: Parts, rule: Rule, scale: 
     return dense.attend_masked(query.to(dtype), key, value.to(dtype), visible, scale).to(query.dtype)
 
 
-def _remember(state: Parts, query: Tensor, key: Tensor, value: Tensor, bucket: Tensor, mask: Tensor | None) -> Parts:
+def _remember(
+    state: StateTensors, query: Tensor, key: Tensor, value: Tensor, bucket: Tensor, mask: Tensor | None
+) -> StateTensors:
     count = state["count"]
     assert isinstance(count, Tensor)
     position = count[:, None] + torch.arange(key.shape[2], device=key.device)
@@ -269,7 +274,7 @@ def _remember(state: Parts, query: Tensor, key: Tensor, value: Tensor, bucket: T
     return {**store.append(state, rows, recorded), "count": count + key.shape[2]}
 
 
-def _forget(state: Parts, rule: Rule, seen: int) -> Parts:
+def _forget(state: StateTensors, rule: Rule, seen: int) -> StateTensors:
     """The last C keys of every bucket, in every round."""
     bucket = store.rows(state["bucket"]).mT.contiguous()  # (B, K, R, S)
 

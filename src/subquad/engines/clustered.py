@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines import native
-from subquad.engines.again import again
-from subquad.engines.native import clustered as compiled
-from subquad.engines.tensors import is_recorded, widen
 from subquad.masks import zero_pads
+from subquad.ops import clustered as compiled
+from subquad.ops import native
+from subquad.ops.again import again
+from subquad.ops.precision import is_recorded, widen
 
 # Numbers worked on at a time: so few that they stay in cache, so many that the operations outweigh their calls.
 _PIECE = 2**19

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines import native
-from subquad.engines.native import convolution as compiled
+from subquad.ops import convolution as compiled
+from subquad.ops import native
 
 
 def add_convolved(out: Tensor, value: Tensor, kernel: Tensor) -> Tensor:

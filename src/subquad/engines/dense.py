@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines.tensors import is_recorded, wide, widen
 from subquad.masks import causal, zero_pads
-from subquad.state import Growing, Parts
+from subquad.ops.precision import is_recorded, wide, widen
+from subquad.state import GrowingTensor, StateTensors
 
 _FEW = 256  # keys: in bfloat16, float32 took 0.35 to 0.6 of the time for 64 of them, as much for 512, more for 1,024
 
@@ -26,12 +26,12 @@ def attend(
     attn_mask: Tensor | None,
     scale: float | None,
     dropout_p: float,
-    past: Parts | None,
+    past: StateTensors | None,
     return_state: bool,
-) -> tuple[Tensor, Parts | None]:
+) -> tuple[Tensor, StateTensors | None]:
     """`softmax(scale q k^T + mask) v` over the past keys and these; the state is the keys and values themselves."""
     key, value = zero_pads(key, key_padding_mask), zero_pads(value, key_padding_mask)
-    state: Parts = {}
+    state: StateTensors = {}
     if past is not None or return_state:
         past, new = past or {}, key
         recorded = is_recorded(query, key, value)
@@ -105,15 +105,15 @@ def _both(mask: Tensor | None, allowed: Tensor) -> Tensor:
     return torch.where(allowed, mask, float("-inf"))
 
 
-def _grow(state: Parts, past: Parts, name: str, new: Tensor, recorded: bool = False) -> Tensor:
+def _grow(state: StateTensors, past: StateTensors, name: str, new: Tensor, recorded: bool = False) -> Tensor:
     """All rows so far: those of the past and `new`, which join the state under `name`."""
     old = past.get(name, new[..., :0, :])
-    grown = (Growing(old) if isinstance(old, Tensor) else old).append(new, recorded=recorded)
+    grown = (GrowingTensor(old) if isinstance(old, Tensor) else old).append(new, recorded=recorded)
     state[name] = grown
     return grown.rows
 
 
-def _grow_mask(state: Parts, past: Parts, seen: int, key: Tensor, mask: Tensor | None) -> Tensor | None:
+def _grow_mask(state: StateTensors, past: StateTensors, seen: int, key: Tensor, mask: Tensor | None) -> Tensor | None:
     """The padding mask of all keys so far; the state holds one only once a call has brought one."""
     if mask is None and "mask" not in past:
         return None

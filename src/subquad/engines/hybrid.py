@@ -33,9 +33,9 @@ from torch import Tensor
 
 from subquad.engines.chunk_weights import CHUNK
 from subquad.engines.kernelized import Sums, scan
-from subquad.engines.tensors import is_recorded, widen
 from subquad.masks import put_back, real_first, take_tokens, zero_pads
-from subquad.state import Parts
+from subquad.ops.precision import is_recorded, widen
+from subquad.state import StateTensors
 
 _PIECE = 2**20  # pairs worked on at a time, where no graph is recorded
 _SHORT = 256  # tokens, at most, whose pairs are all worked on at a time
@@ -97,9 +97,9 @@ def attend(
     *,
     is_causal: bool,
     key_padding_mask: Tensor | None = None,
-    past: Parts | None = None,
+    past: StateTensors | None = None,
     return_state: bool = False,
-) -> tuple[Tensor, Parts | None]:
+) -> tuple[Tensor, StateTensors | None]:
     """Attention of query (B, H, n, D) to key (B, K, n, D), value (B, K, n, Dv): output (B, H, n, Dv), and the state."""
     query, key, value = (zero_pads(x, key_padding_mask) for x in (query, key, value))
     order, real = None, torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
@@ -214,7 +214,7 @@ def _meet(query: Tensor, keys: _Keys, beyond: Tensor | None, apart: Tensor, kern
     return out.transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B, H, c C, Dv)
 
 
-def _go_on(state: Sums, keys: _Keys, real: Tensor, has_pads: bool) -> Parts:
+def _go_on(state: Sums, keys: _Keys, real: Tensor, has_pads: bool) -> StateTensors:
     """What is left for later tokens: the last keys, and the sums of those that have now gone out of the window."""
     room, length = state["key"].shape[2], real.shape[1]
     count = real.sum(1)

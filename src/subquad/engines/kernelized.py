@@ -24,8 +24,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from subquad.engines import native
-from subquad.engines.again import again
 from subquad.engines.chunk_weights import (
     CHUNK,
     Weights,
@@ -36,11 +34,13 @@ from subquad.engines.chunk_weights import (
     levelled_by_key,
     lowest,
 )
-from subquad.engines.native import kernelized as compiled
-from subquad.engines.native.kernelized import Map
-from subquad.engines.tensors import is_recorded, widen
 from subquad.masks import zero_pads
-from subquad.state import Parts
+from subquad.ops import kernelized as compiled
+from subquad.ops import native
+from subquad.ops.again import again
+from subquad.ops.kernelized import Map
+from subquad.ops.precision import is_recorded, widen
+from subquad.state import StateTensors
 
 Normalizer = Literal["sum", "signed", "mean", "none", "channel"]
 Sums = dict[str, Tensor]
@@ -98,9 +98,9 @@ def attend(
     *,
     is_causal: bool,
     key_padding_mask: Tensor | None = None,
-    past: Parts | None = None,
+    past: StateTensors | None = None,
     return_state: bool = False,
-) -> tuple[Tensor, Parts | None]:
+) -> tuple[Tensor, StateTensors | None]:
     """Attention of query (B, H, N, D) to key (B, K, M, D), value (B, K, M, Dv): output (B, H, N, Dv), and the sums."""
     sums: Sums = dict(past or {})  # type: ignore[arg-type]
     run = _by_loops if _is_compiled(query, key, value, kernel, sums, return_state) else _by_pytorch

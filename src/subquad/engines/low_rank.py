@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.engines import dense, native, tiles
-from subquad.engines.key_sets import Tokens
-from subquad.engines.once import once
+from subquad.engines import dense
+from subquad.engines.block_sparse import softmax as tiles
+from subquad.engines.block_sparse.key_sets import Tokens
 from subquad.masks import real_first, take_tokens
+from subquad.ops import native
+from subquad.ops.once import once
 
 _LARGE = 2**20  # numbers of queries or keys from which the compiled loops are faster than PyTorch's kernel
 

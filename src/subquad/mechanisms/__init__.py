@@ -1,6 +1,6 @@
 """One file a mechanism: its formula, paper and cost; its options; its idea; its record."""
 
-from subquad.mechanisms.base import NEEDS, Call, Config, Info, Spec
+from subquad.families.base import Mechanism
 from subquad.mechanisms.bigbird import BigBird
 from subquad.mechanisms.clustered import Clustered
 from subquad.mechanisms.efficient import Efficient
@@ -26,7 +26,7 @@ from subquad.mechanisms.t2r import T2R
 from subquad.mechanisms.taylor import Taylor
 
 # Registering a mechanism is adding it here.
-MECHANISMS: tuple[type[Config], ...] = (
+MECHANISMS: tuple[type[Mechanism], ...] = (
     Softmax,
     Linear,
     Taylor,
@@ -54,19 +54,15 @@ MECHANISMS: tuple[type[Config], ...] = (
 
 __all__ = [
     "MECHANISMS",
-    "NEEDS",
     "RFA",
     "SVD",
     "T2R",
     "BigBird",
-    "Call",
     "Clustered",
-    "Config",
     "Efficient",
     "Hedgehog",
     "Hybrid",
     "Induced",
-    "Info",
     "Linear",
     "Linformer",
     "Local",
@@ -80,6 +76,5 @@ __all__ = [
     "Softmax",
     "SparseFixed",
     "SparseStrided",
-    "Spec",
     "Taylor",
 ]

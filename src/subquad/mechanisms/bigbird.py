@@ -25,16 +25,18 @@ import torch
 from torch import Tensor
 
 from subquad.engines.block_sparse import Globals, Layout
-from subquad.engines.key_sets import Blocks, KeySet, Scattered
-from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.block_sparse import Pattern, real_lengths, refuses
-from subquad.mechanisms.random_blocks import drawn, head_keys, reservoir
+from subquad.engines.block_sparse.key_sets import Blocks, KeySet, Scattered
+from subquad.engines.call import Call
+from subquad.families.base import Info, Sizes
+from subquad.families.random_blocks import drawn, head_keys, reservoir
+from subquad.families.sparse import Pattern, real_lengths, refuses
 
 Mode = Literal["itc", "etc"]
 MODES: tuple[Mode, ...] = ("itc", "etc")
 
 INFO = Info(
     name="bigbird",
+    family="sparse",
     engine="block_sparse",
     idea="blocks of neighbours, a few random blocks and a few global blocks",
     paper="Zaheer et al., 2020, Big Bird: Transformers for Longer Sequences, arXiv:2007.14062",
@@ -44,12 +46,6 @@ INFO = Info(
     parameters="with mode='etc' the extra global tokens",
     random="the random blocks",
     refuses=refuses(global_mask="its global tokens are whole blocks at the ends; longformer takes any tokens"),
-    small={"block": 8},
-    variants=(
-        {"block": 5, "window": 1, "random": 2, "globals": 3},
-        {"block": 4, "mode": "etc", "globals": 1},
-        {"block": 6, "random": 1, "globals": 0},
-    ),
 )
 
 
@@ -96,16 +92,16 @@ class BigBird(Pattern):
     def fixes_value_dim(self) -> bool:
         return self.mode == "etc"
 
-    def buffers(self, spec: Spec) -> dict[str, Tensor]:
-        return {"draw": head_keys(spec.heads, self.seed)}
+    def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
+        return {"draw": head_keys(sizes.heads, self.seed)}
 
-    def parameters(self, spec: Spec) -> dict[str, Tensor]:
+    def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
         if self.mode == "itc":
             return {}
         tokens = self.globals * self.block
         return {
-            "global_key": torch.randn(spec.kv_heads, tokens, spec.head_dim),
-            "global_value": torch.randn(spec.kv_heads, tokens, spec.value_dim) * spec.value_dim**-0.5,
+            "global_key": torch.randn(sizes.kv_heads, tokens, sizes.head_dim),
+            "global_value": torch.randn(sizes.kv_heads, tokens, sizes.value_dim) * sizes.value_dim**-0.5,
         }
 
     def without_values(self) -> BigBird:

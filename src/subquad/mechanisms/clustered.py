@@ -21,13 +21,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from subquad.engines import clustered
-from subquad.mechanisms.base import Call, Config, Info, Spec
-from subquad.mechanisms.random_features import gaussian
-from subquad.state import Parts
+from subquad.engines.call import Call
+from subquad.families.base import Info, Mechanism, Sizes
+from subquad.families.random_features import gaussian
+from subquad.state import StateTensors
 
 INFO = Info(
     name="clustered",
-    engine="bucketed",
+    family="bucketed",
+    engine="clustered",
     idea="similar queries share the attention of their mean, and each weighs the keys that matter most for itself",
     paper="Vyas et al., 2020, Fast Transformers with Clustered Attention, arXiv:2007.04825",
     time="O(N C bits iterations + (C M + N k) D)",
@@ -40,13 +42,11 @@ INFO = Info(
         "dropout_p": "queries of a cluster share their weights, so none is dropped alone; put dropout on the output instead",
         "decode": "every new query would change the clusters of those before",
     },
-    small={"clusters": 5, "topk": 4, "bits": 16, "iterations": 3},
-    variants=({"topk": 0}, {"clusters": 400}),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clustered(Config):
+class Clustered(Mechanism):
     """Attention from clusters of queries.
 
     Args:
@@ -69,10 +69,10 @@ class Clustered(Config):
         self._require_whole("topk")
         self._require_seed()
 
-    def buffers(self, spec: Spec) -> dict[str, Tensor]:
-        return {"projection": gaussian(self.bits, spec.head_dim, self.seed)}
+    def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
+        return {"projection": gaussian(self.bits, sizes.head_dim, self.seed)}
 
-    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+    def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         out = clustered.attend(
             call.query,
             call.key,

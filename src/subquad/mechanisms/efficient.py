@@ -13,13 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from subquad.engines.call import Call
 from subquad.engines.kernelized import Kernel
-from subquad.engines.native.kernelized import Map
-from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.families.base import Info
+from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.ops.kernelized import Map
 
 INFO = Info(
     name="efficient",
+    family="kernelized",
     engine="kernelized",
     idea="softmax over channels for queries and over positions for keys: each channel is one global attention map",
     paper="Shen et al., 2018, Efficient Attention: Attention with Linear Complexities, arXiv:1812.01243",

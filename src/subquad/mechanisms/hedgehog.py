@@ -12,12 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from subquad.mechanisms.base import Info
-from subquad.mechanisms.feature_maps import FeatureMap, HedgehogMap, Mapped, functional
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, refuses
+from subquad.families.base import Info
+from subquad.families.feature_maps import FeatureMap, HedgehogMap, Mapped, functional
+from subquad.families.kernelized import MEMORY, STATE, TIME, refuses
 
 INFO = Info(
     name="hedgehog",
+    family="kernelized",
     engine="kernelized",
     idea="softmaxes over the channels of learned projections as features, trained to be as spiky as softmax attention",
     paper="Zhang et al., 2024, The Hedgehog & the Porcupine, arXiv:2402.04347",

@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from subquad.engines import hybrid
-from subquad.mechanisms.base import Call, Config, Info, Spec
-from subquad.mechanisms.feature_maps import FEATURES, FeatureMap, HedgehogMap, LinearMap, T2RMap, functional, project
-from subquad.state import Parts
+from subquad.engines.call import Call
+from subquad.families.base import Info, Mechanism, Sizes
+from subquad.families.feature_maps import FEATURES, FeatureMap, HedgehogMap, LinearMap, T2RMap, functional, project
+from subquad.state import StateTensors
 
 MapName = Literal["hedgehog", "t2r", "linear"]
 
 INFO = Info(
     name="hybrid",
+    family="hybrid",
     engine="hybrid",
     idea="softmax over the keys within a window, a learned feature map for all beyond it, under one denominator",
     paper="Zhang et al., 2024, LoLCATs: On Low-Rank Linearizing of Large Language Models, arXiv:2410.10254",
@@ -44,13 +46,11 @@ INFO = Info(
         "dropout_p": "far keys are summed without attention weights that could be dropped; put dropout on the output instead",
         "functional": functional("hybrid", "Hybrid", "its map and how much it counts"),
     },
-    small={"window": 5},
-    variants=({"map": "t2r", "features": 7, "window": 1}, {"map": "linear", "window": 0}, {"window": 100}),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hybrid(Config):
+class Hybrid(Mechanism):
     """A window and a feature map.
 
     Args:
@@ -77,10 +77,10 @@ class Hybrid(Config):
         maps: Mapping[str, FeatureMap] = {"hedgehog": HedgehogMap(), "t2r": T2RMap(self.features or FEATURES)}
         return maps.get(self.map, LinearMap())
 
-    def parameters(self, spec: Spec) -> dict[str, Tensor]:
-        return {"log_mix": torch.zeros(spec.heads), **self.feature_map.parameters(spec)}
+    def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
+        return {"log_mix": torch.zeros(sizes.heads), **self.feature_map.parameters(sizes)}
 
-    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+    def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         phi, head_dim = self.feature_map.phi, call.query.shape[-1]
         kernel = hybrid.Kernel(
             query=lambda x: phi(project(x, call, "query", self.info.name)),

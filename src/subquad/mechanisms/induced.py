@@ -13,14 +13,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from subquad.engines.call import Call
 from subquad.engines.low_rank import attend
-from subquad.engines.tensors import widen
+from subquad.families.base import Info, Mechanism, Sizes
 from subquad.masks import zero_pads
-from subquad.mechanisms.base import Call, Config, Info, Spec
-from subquad.state import Parts
+from subquad.ops.precision import widen
+from subquad.state import StateTensors
 
 INFO = Info(
     name="induced",
+    family="low_rank",
     engine="low_rank",
     idea="a few learned points attend to all keys, and every query attends to what the points have read",
     paper="Lee et al., 2019, Set Transformer, arXiv:1810.00825",
@@ -36,13 +38,11 @@ INFO = Info(
         "functional": "it learns its points; use subquad.Attention(dim, heads, method='induced') or "
         "Induced().build(heads=..., head_dim=...)",
     },
-    small={"points": 11},
-    variants=({"points": 2},),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Induced(Config):
+class Induced(Mechanism):
     """Attention through learned points.
 
     Args:
@@ -55,10 +55,10 @@ class Induced(Config):
     def __post_init__(self) -> None:
         self._require_count("points")
 
-    def parameters(self, spec: Spec) -> dict[str, Tensor]:
-        return {"points": torch.randn(spec.kv_heads, self.points, spec.head_dim)}  # as large as keys
+    def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
+        return {"points": torch.randn(sizes.kv_heads, self.points, sizes.head_dim)}  # as large as keys
 
-    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+    def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         mask = call.key_padding_mask
         query, key, value = widen(call.query), *(widen(zero_pads(x, mask)) for x in (call.key, call.value))
         points = call.weights["points"].to(key.dtype).expand(key.shape[0], -1, -1, -1)  # (B, K, m, D)

@@ -12,13 +12,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from subquad.engines.call import Call
 from subquad.engines.kernelized import Kernel
-from subquad.engines.native.kernelized import Map
-from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.families.base import Info
+from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.ops.kernelized import Map
 
 INFO = Info(
     name="linear",
+    family="kernelized",
     engine="kernelized",
     idea="elu(x) + 1 as features, so the sum over keys is computed once for all queries",
     paper="Katharopoulos et al., 2020, Transformers are RNNs, arXiv:2006.16236",

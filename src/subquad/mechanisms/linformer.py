@@ -8,24 +8,26 @@ columns, wherever pads stand, and all `rank` compressed keys at any n.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from subquad.engines.call import Call
 from subquad.engines.dense import attend_masked
 from subquad.engines.low_rank import bring_real_first
-from subquad.engines.tensors import widen
 from subquad.errors import InputError
+from subquad.families.base import Info, Mechanism, Sizes
 from subquad.masks import zero_pads
-from subquad.mechanisms.base import Call, Config, Info, Spec
-from subquad.state import Parts
+from subquad.ops.precision import widen
+from subquad.state import StateTensors
 
 Share = Literal["none", "head", "kv", "layer"]
 
 INFO = Info(
     name="linformer",
+    family="low_rank",
     engine="low_rank",
     idea="learned matrices compress keys and values along the sequence to a fixed number, to which softmax attends",
     paper="Wang et al., 2020, Linformer: Self-Attention with Linear Complexity, arXiv:2006.04768",
@@ -41,13 +43,11 @@ INFO = Info(
         "functional": "it learns its matrices; use subquad.Attention(dim, heads, method='linformer') or "
         "Linformer().build(heads=..., head_dim=...)",
     },
-    small={"rank": 5, "max_length": 300},
-    variants=({"share": "none", "rank": 3}, {"share": "kv", "rank": 13}, {"share": "layer"}),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linformer(Config):
+class Linformer(Mechanism):
     """Attention to compressed keys and values.
 
     Args:
@@ -67,17 +67,20 @@ class Linformer(Config):
         self._require_count("rank", "max_length")
         self._require_choice("share", get_args(Share))
 
+    def for_length(self, length: int) -> Linformer:
+        return replace(self, max_length=length)
+
     @property
-    def lends_parameters(self) -> bool:
+    def shares_parameters(self) -> bool:
         return self.share == "layer"
 
-    def parameters(self, spec: Spec) -> dict[str, Tensor]:
+    def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
         names = ("projection",) if self.share in ("kv", "layer") else ("key_projection", "value_projection")
-        heads = (spec.kv_heads,) if self.share == "none" else ()
+        heads = (sizes.kv_heads,) if self.share == "none" else ()
         # At full length, a compressed key then starts as large as a key.
         return {name: torch.randn(*heads, self.rank, self.max_length) * self.max_length**-0.5 for name in names}
 
-    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+    def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         length = call.key.shape[2]
         if length > self.max_length:
             raise InputError(

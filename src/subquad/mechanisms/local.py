@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from subquad.engines.block_sparse import Layout
-from subquad.engines.key_sets import Window
-from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.block_sparse import Pattern, refuses
+from subquad.engines.block_sparse.key_sets import Window
+from subquad.engines.call import Call
+from subquad.families.base import Info
+from subquad.families.sparse import Pattern, refuses
 
 INFO = Info(
     name="local",
+    family="sparse",
     engine="block_sparse",
     idea="every query sees the keys within a window around it",
     paper="Child et al., 2019, Generating Long Sequences with Sparse Transformers, arXiv:1904.10509; Beltagy et al., 2020",
@@ -24,8 +26,6 @@ INFO = Info(
     memory="O(N D)",
     state="O(w D), the window",
     refuses=refuses(),
-    small={"window": 12},
-    variants=({"window": 5, "dilation": 3}, {"window": 100}),
 )
 
 

@@ -21,13 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.block_sparse import Globals, Layout
-from subquad.engines.key_sets import Window
+from subquad.engines.block_sparse.key_sets import Window
+from subquad.engines.call import Call
 from subquad.errors import InputError, OptionError
-from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.block_sparse import Pattern, real_lengths, refuses
+from subquad.families.base import Info, Sizes
+from subquad.families.sparse import Pattern, real_lengths, refuses
 
 INFO = Info(
     name="longformer",
+    family="sparse",
     engine="block_sparse",
     idea="a sliding window, and a few global tokens that all see and that see all",
     paper="Beltagy et al., 2020, Longformer: The Long-Document Transformer, arXiv:2004.05150",
@@ -37,12 +39,6 @@ INFO = Info(
     parameters="with global_projections=True the projections of the global rows",
     global_mask=True,
     refuses=refuses(),
-    small={"window": 12},
-    variants=(
-        {"num_global": 3, "dilation": 2},
-        {"num_global": 0, "window": 4},
-        {"num_global": 2, "global_projections": True},
-    ),
 )
 
 
@@ -91,18 +87,18 @@ class Longformer(Pattern):
     def fixes_value_dim(self) -> bool:
         return self.global_projections
 
-    def parameters(self, spec: Spec) -> dict[str, Tensor]:
-        self._require_heads(spec.heads)
+    def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
+        self._require_heads(sizes.heads)
         if not self.global_projections:
             return {}
-        if spec.dim is None:
+        if sizes.dim is None:
             raise OptionError("longformer with global_projections=True reads the tokens: build it with their width, dim=...")
         rows = {
-            "query": spec.heads * spec.head_dim,
-            "key": spec.kv_heads * spec.head_dim,
-            "value": spec.kv_heads * spec.value_dim,
+            "query": sizes.heads * sizes.head_dim,
+            "key": sizes.kv_heads * sizes.head_dim,
+            "value": sizes.kv_heads * sizes.value_dim,
         }
-        weights = {f"global_{name}_weight": torch.randn(n, spec.dim) * spec.dim**-0.5 for name, n in rows.items()}
+        weights = {f"global_{name}_weight": torch.randn(n, sizes.dim) * sizes.dim**-0.5 for name, n in rows.items()}
         return weights | {f"global_{name}_bias": torch.zeros(n) for name, n in rows.items()}
 
     def without_values(self) -> Longformer:

@@ -18,15 +18,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from subquad.engines.call import Call
 from subquad.engines.convolution import add_convolved
 from subquad.engines.low_rank import attend, pinv, segment_means, segments
-from subquad.engines.tensors import widen
+from subquad.families.base import Info, Mechanism, Sizes
 from subquad.masks import zero_pads
-from subquad.mechanisms.base import Call, Config, Info, Spec
-from subquad.state import Parts
+from subquad.ops.precision import widen
+from subquad.state import StateTensors
 
 INFO = Info(
     name="nystrom",
+    family="low_rank",
     engine="low_rank",
     idea="means of segments as landmarks: softmax to, among and from them, joined by a pseudo-inverse",
     paper="Xiong et al., 2021, Nystromformer: A Nystrom-Based Algorithm for Approximating Self-Attention, arXiv:2102.03902",
@@ -40,13 +42,11 @@ INFO = Info(
         "attn_mask": "queries meet keys through landmarks only, so no pair of a query and a key can be masked alone",
         "dropout_p": "queries meet keys through landmarks only, so no weight of a pair can be dropped",
     },
-    small={"landmarks": 3},
-    variants=({"landmarks": 16}, {"conv": 5}),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nystrom(Config):
+class Nystrom(Mechanism):
     """Attention through landmarks; `key_padding_mask` marks the pads of queries and keys alike.
 
     Args:
@@ -74,13 +74,13 @@ class Nystrom(Config):
         build = f"Nystrom(conv={self.conv}).build(heads=..., head_dim=...)"
         return {**self.info.refuses, "functional": f"with conv it learns kernels; use {build}, or conv=None"}
 
-    def parameters(self, spec: Spec) -> dict[str, Tensor]:
+    def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
         if self.conv is None:
             return {}
         bound = self.conv**-0.5
-        return {"kernel": torch.empty(spec.heads, self.conv).uniform_(-bound, bound)}
+        return {"kernel": torch.empty(sizes.heads, self.conv).uniform_(-bound, bound)}
 
-    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+    def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         query, key, value = (widen(zero_pads(x, call.key_padding_mask)) for x in (call.query, call.key, call.value))
         if query.shape[2] <= self.landmarks:
             out = attend(query, key, value, call.key_padding_mask, call.scale)

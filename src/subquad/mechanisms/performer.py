@@ -28,19 +28,21 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from subquad.engines.call import Call
 from subquad.engines.kernelized import Kernel
-from subquad.engines.native.kernelized import Map
-from subquad.engines.tensors import wide
 from subquad.errors import InputError
-from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
-from subquad.mechanisms.random_features import gaussian, orthogonal
+from subquad.families.base import Info, Sizes
+from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.families.random_features import gaussian, orthogonal
+from subquad.ops.kernelized import Map
+from subquad.ops.precision import wide
 
 Kind = Literal["positive", "hyperbolic", "trig", "relu", "favor++"]
 KINDS: tuple[Kind, ...] = ("positive", "hyperbolic", "trig", "relu", "favor++")
 
 INFO = Info(
     name="performer",
+    family="kernelized",
     engine="kernelized",
     idea="positive orthogonal random features whose products estimate the softmax kernel without bias",
     paper="Choromanski et al., 2021, Rethinking Attention with Performers, arXiv:2009.14794",
@@ -49,14 +51,6 @@ INFO = Info(
     state=STATE,
     random="the m feature directions",
     refuses=refuses(),
-    small={"features": 64},
-    variants=(
-        {"kind": "hyperbolic", "features": 32},
-        {"kind": "trig", "features": 64},
-        {"kind": "relu", "features": 64, "orthogonal": False},
-        {"kind": "favor++", "features": 64, "regularized": True},
-        {"kind": "favor++", "features": 64, "p": 0.5},
-    ),
 )
 
 
@@ -105,10 +99,10 @@ class Performer(Kernelized):
             "key_padding_mask": "kind='favor++' without p measures p on all queries, those of pads included; set p",
         }
 
-    def buffers(self, spec: Spec) -> dict[str, Tensor]:
+    def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
         if self.orthogonal:
-            return {"projection": orthogonal(self.features, spec.head_dim, self.seed, regularized=self.regularized)}
-        return {"projection": gaussian(self.features, spec.head_dim, self.seed)}
+            return {"projection": orthogonal(self.features, sizes.head_dim, self.seed, regularized=self.regularized)}
+        return {"projection": gaussian(self.features, sizes.head_dim, self.seed)}
 
     def kernel(self, call: Call) -> Kernel:
         w = call.weights["projection"].to(wide(call.query))  # (m, D)

@@ -11,13 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from subquad.engines.call import Call
 from subquad.engines.kernelized import Kernel
-from subquad.engines.native.kernelized import Map
-from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.families.base import Info
+from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.ops.kernelized import Map
 
 INFO = Info(
     name="plain",
+    family="kernelized",
     engine="kernelized",
     idea="no softmax at all: Q (K^T V), scaled",
     paper="Shen et al., 2018, Efficient Attention (the scaling variant), arXiv:1812.01243",
@@ -26,7 +28,6 @@ INFO = Info(
     memory=MEMORY,
     state=STATE,
     refuses=refuses(),
-    variants=({"normalize": "none"},),
 )
 
 

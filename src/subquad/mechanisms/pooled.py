@@ -13,22 +13,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from subquad.engines.block_sparse import Layout
-from subquad.engines.key_sets import Window
-from subquad.engines.segments import Segments
-from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.block_sparse import Pattern, refuses
+from subquad.engines.block_sparse.key_sets import Window
+from subquad.engines.block_sparse.segments import Segments
+from subquad.engines.call import Call
+from subquad.families.base import Info
+from subquad.families.sparse import Pattern, refuses
 
 INFO = Info(
     name="pooled",
-    engine="low_rank",
+    family="low_rank",
+    engine="block_sparse",
     idea="the keys within a window, and all keys as means of segments, in one softmax",
     paper="this project; compare Liu et al., 2018, Generating Wikipedia by Summarizing Long Sequences, arXiv:1801.10198",
     time="O(N (w + N/p) D), w keys to each side, segments of p",
     memory="O(N D)",
     state="O((w + p + T/p) D), the window, the finished segments and the tokens of the last",
+    state_grows=True,
     refuses=refuses(),
-    small={"stride": 6, "window": 9},
-    variants=({"stride": 1, "window": 0}, {"stride": 40, "window": 3}),
 )
 
 

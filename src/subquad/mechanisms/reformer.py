@@ -25,14 +25,16 @@ import torch
 from torch import Tensor
 
 from subquad.engines.bucketed import Rule
-from subquad.engines.tensors import widen
+from subquad.engines.call import Call
+from subquad.families.base import Info, Sizes
+from subquad.families.bucketed import Bucketed, refuses
 from subquad.masks import zero_pads
-from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.bucketed import Bucketed, refuses
 from subquad.mechanisms.taylor import unit
+from subquad.ops.precision import widen
 
 INFO = Info(
     name="reformer",
+    family="bucketed",
     engine="bucketed",
     idea="tokens that a random rotation hashes alike see each other, in a few rounds",
     paper="Kitaev et al., 2020, Reformer: The Efficient Transformer, arXiv:2001.04451",
@@ -41,8 +43,6 @@ INFO = Info(
     state="O(R b C D), the last C tokens of each of b buckets in R rounds",
     random="the rotations",
     refuses=refuses(),
-    small={"buckets": 6, "chunk": 8, "rounds": 3},
-    variants=({"shared_qk": False}, {"buckets": 2, "chunk": 3, "rounds": 1}),
 )
 
 
@@ -82,9 +82,9 @@ class Reformer(Bucketed):
             return self.info.refuses
         return {**self.info.refuses, "enable_gqa": "queries and keys are one, so they have the same heads; use shared_qk=False"}
 
-    def buffers(self, spec: Spec) -> dict[str, Tensor]:
+    def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
-        shape = spec.kv_heads, self.rounds, self.buckets // 2, spec.head_dim
+        shape = sizes.kv_heads, self.rounds, self.buckets // 2, sizes.head_dim
         return {"rotations": torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")}
 
     def rule(self, call: Call) -> Rule:

@@ -25,17 +25,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.engines.call import Call
 from subquad.engines.kernelized import Kernel
-from subquad.engines.native.kernelized import Map
-from subquad.engines.tensors import wide
 from subquad.errors import OptionError
-from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
-from subquad.mechanisms.random_features import gaussian
+from subquad.families.base import Info, Sizes
+from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.families.random_features import gaussian
 from subquad.mechanisms.taylor import unit
+from subquad.ops.kernelized import Map
+from subquad.ops.precision import wide
 
 INFO = Info(
     name="rfa",
+    family="kernelized",
     engine="kernelized",
     idea="random sines and cosines of unit vectors, their width learned, with a gate that forgets",
     paper="Peng et al., 2021, Random Feature Attention, arXiv:2103.02143",
@@ -49,7 +51,6 @@ INFO = Info(
         scale="q and k are brought to unit length; the learned sigma is the scale",
         functional="it learns sigma; use subquad.Attention(dim, heads, method='rfa') or RFA().build(heads=..., head_dim=...)",
     ),
-    variants=({"gated": True, "features": 16},),
 )
 
 
@@ -89,16 +90,16 @@ class RFA(Kernelized):
     def reads_tokens(self) -> bool:
         return self.gated
 
-    def buffers(self, spec: Spec) -> dict[str, Tensor]:
-        return {"projection": gaussian(self.features, spec.head_dim, self.seed)}
+    def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
+        return {"projection": gaussian(self.features, sizes.head_dim, self.seed)}
 
-    def parameters(self, spec: Spec) -> dict[str, Tensor]:
-        learned = {"sigma": torch.ones(spec.kv_heads, spec.head_dim)}
+    def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
+        learned = {"sigma": torch.ones(sizes.kv_heads, sizes.head_dim)}
         if self.gated:
-            if spec.dim is None:
+            if sizes.dim is None:
                 raise OptionError("rfa with gated=True reads the tokens: build it with their width, dim=...; got None.")
-            learned["gate_weight"] = torch.randn(spec.kv_heads, spec.dim) * spec.dim**-0.5
-            learned["gate_bias"] = torch.full((spec.kv_heads,), 2.0)  # starts by keeping most of the past
+            learned["gate_weight"] = torch.randn(sizes.kv_heads, sizes.dim) * sizes.dim**-0.5
+            learned["gate_bias"] = torch.full((sizes.kv_heads,), 2.0)  # starts by keeping most of the past
         return learned
 
     def kernel(self, call: Call) -> Kernel:

@@ -22,14 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.bucketed import Rule
-from subquad.engines.tensors import wide, widen
+from subquad.engines.call import Call
+from subquad.families.base import Info, Sizes
+from subquad.families.bucketed import Bucketed, refuses
 from subquad.masks import zero_pads
-from subquad.mechanisms.base import Call, Info, Spec
-from subquad.mechanisms.bucketed import Bucketed, refuses
 from subquad.mechanisms.taylor import unit
+from subquad.ops.precision import wide, widen
 
 INFO = Info(
     name="routing",
+    family="bucketed",
     engine="bucketed",
     idea="tokens near the same centroid see each other; centroids follow the tokens in training",
     paper="Roy et al., 2021, Efficient Content-Based Sparse Attention with Routing Transformers, arXiv:2003.05997",
@@ -39,8 +41,6 @@ INFO = Info(
     random="the centroids' initial values",
     updates="the centroids, by a moving average of the tokens near them",
     refuses=refuses(),
-    small={"clusters": 5, "chunk": 8},
-    variants=({"clusters": 2, "chunk": 5},),
 )
 
 
@@ -69,9 +69,9 @@ class Routing(Bucketed):
             self._refuse("decay", "is below 1, or the centroids would never move")
         self._require_seed()
 
-    def buffers(self, spec: Spec) -> dict[str, Tensor]:
+    def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
-        shape = spec.kv_heads, self.clusters, spec.head_dim
+        shape = sizes.kv_heads, self.clusters, sizes.head_dim
         return {"centroids": unit(torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu"))}
 
     def rule(self, call: Call) -> Rule:

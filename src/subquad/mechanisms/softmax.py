@@ -13,28 +13,31 @@ from typing import ClassVar
 from torch import Tensor
 
 from subquad.engines import dense
-from subquad.mechanisms.base import Call, Config, Info
-from subquad.state import Parts
+from subquad.engines.call import Call
+from subquad.families.base import Info, Mechanism
+from subquad.state import StateTensors
 
 INFO = Info(
     name="softmax",
+    family="exact",
     engine="dense",
     idea="every query weighs every key by the softmax of their scaled dot products",
     paper="Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762",
     time="O(N M D)",
     memory="O(N D)",
     state="O(T D), the keys and values",
+    state_grows=True,
     exact=True,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Softmax(Config):
+class Softmax(Mechanism):
     """Exact attention; it has no options."""
 
     info: ClassVar[Info] = INFO
 
-    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+    def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         return dense.attend(
             call.query,
             call.key,

@@ -10,24 +10,26 @@ real tokens only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from subquad.engines.block_sparse import Layout
-from subquad.engines.key_sets import Blocks, Ends
-from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.block_sparse import HEADS, Heads, Pattern, default_stride, halves, no_stride, refuses
+from subquad.engines.block_sparse.key_sets import Blocks, Ends
+from subquad.engines.call import Call
+from subquad.families.base import Info
+from subquad.families.sparse import HEADS, Heads, Pattern, default_stride, halves, no_stride, refuses
 
 INFO = Info(
     name="sparse_fixed",
+    family="sparse",
     engine="block_sparse",
     idea="every query sees its own block of l tokens and the last c tokens of every block",
     paper="Child et al., 2019, Generating Long Sequences with Sparse Transformers, arXiv:1904.10509",
     time="O(N (l + c N/l) D), stride l, c summary tokens",
     memory="O(N D)",
     state="O((l + c T/l) D), the block and the summary tokens; needs a stride",
+    state_grows=True,
     refuses=refuses(),
-    variants=({"stride": 7, "summary": 2}, {"stride": 64, "summary": 3, "heads": "split"}, {"stride": 4, "summary": 4}),
 )
 
 
@@ -58,8 +60,11 @@ class SparseFixed(Pattern):
     def refuses(self) -> Mapping[str, str]:
         return self.info.refuses if self.stride is not None else no_stride(self.info)
 
+    def for_length(self, length: int) -> SparseFixed:
+        return self if self.stride is not None else replace(self, stride=default_stride(length))
+
     def layout(self, call: Call) -> Layout:
-        stride = self.stride or default_stride(call)
+        stride = self.stride or default_stride(call.key.shape[2])
         count = min(self.summary, stride)
         own, ends = Blocks(stride, is_causal=call.is_causal), Ends(stride, count, call.is_causal)
         if self.heads == "merged":

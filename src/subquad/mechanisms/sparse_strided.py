@@ -9,24 +9,26 @@ and j <= i when causal. Child et al., 2019. O(N (l + N/l) D) time: O(N sqrt(N) D
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from subquad.engines.block_sparse import Layout
-from subquad.engines.key_sets import Window
-from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.block_sparse import HEADS, Heads, Pattern, default_stride, halves, no_stride, refuses
+from subquad.engines.block_sparse.key_sets import Window
+from subquad.engines.call import Call
+from subquad.families.base import Info
+from subquad.families.sparse import HEADS, Heads, Pattern, default_stride, halves, no_stride, refuses
 
 INFO = Info(
     name="sparse_strided",
+    family="sparse",
     engine="block_sparse",
     idea="every query sees its neighbours and every l-th token beyond them",
     paper="Child et al., 2019, Generating Long Sequences with Sparse Transformers, arXiv:1904.10509",
     time="O(N (l + N/l) D), stride l",
     memory="O(N D)",
     state="O(T D), the keys and values: each is seen again every l tokens; needs a stride",
+    state_grows=True,
     refuses=refuses(),
-    variants=({"stride": 7}, {"stride": 5, "heads": "split"}, {"heads": "split"}),
 )
 
 
@@ -52,8 +54,11 @@ class SparseStrided(Pattern):
     def refuses(self) -> Mapping[str, str]:
         return self.info.refuses if self.stride is not None else no_stride(self.info)
 
+    def for_length(self, length: int) -> SparseStrided:
+        return self if self.stride is not None else replace(self, stride=default_stride(length))
+
     def layout(self, call: Call) -> Layout:
-        stride = self.stride or default_stride(call)
+        stride = self.stride or default_stride(call.key.shape[2])
         after = 0 if call.is_causal else None
         strided = Window(None, after, dilation=stride)
         near = Window(stride - 1, 0 if call.is_causal else stride - 1, without_self=self.heads == "merged")

@@ -15,18 +15,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from subquad.engines.call import Call
 from subquad.engines.low_rank import truncate
+from subquad.families.base import Info, Mechanism
 from subquad.masks import zero_pads
-from subquad.mechanisms.base import Call, Config, Info
-from subquad.state import Parts
+from subquad.state import StateTensors
 
 INFO = Info(
     name="svd",
+    family="low_rank",
     engine="low_rank",
     idea="the softmax matrix cut to its best rank-r part: an oracle of cubic cost, which bounds any rank-r method",
     paper="Eckart and Young, 1936, The Approximation of One Matrix by Another of Lower Rank, doi:10.1007/BF02288367",
     time="O(N^3)",
     memory="O(N^2)",
+    is_oracle=True,
     refuses={
         "is_causal": "cutting the rank fills the upper triangle, so the past would depend on the future",
         "decode": "a new token changes all singular vectors",
@@ -34,13 +37,11 @@ INFO = Info(
         "attn_mask": "cutting the rank gives weight to masked pairs",
         "dropout_p": "it is an oracle, with nothing to regularize",
     },
-    small={"rank": 3},
-    variants=({"rank": 11},),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SVD(Config):
+class SVD(Mechanism):
     """The best rank-r approximation of exact attention.
 
     Args:
@@ -53,7 +54,7 @@ class SVD(Config):
     def __post_init__(self) -> None:
         self._require_count("rank")
 
-    def run(self, call: Call) -> tuple[Tensor, Parts | None]:
+    def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         mask = call.key_padding_mask
         query, key, value = (zero_pads(x, mask).double() for x in (call.query, call.key, call.value))
         weights = _weights(query, key, mask, key.shape[-1] ** -0.5 if call.scale is None else call.scale)

@@ -12,12 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from subquad.mechanisms.base import Info
-from subquad.mechanisms.feature_maps import FEATURES, FeatureMap, Mapped, T2RMap, functional
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, refuses
+from subquad.families.base import Info
+from subquad.families.feature_maps import FEATURES, FeatureMap, Mapped, T2RMap, functional
+from subquad.families.kernelized import MEMORY, STATE, TIME, refuses
 
 INFO = Info(
     name="t2r",
+    family="kernelized",
     engine="kernelized",
     idea="relu of a learned projection as features, few of them, to turn a pretrained transformer into a recurrent network",
     paper="Kasai et al., 2021, Finetuning Pretrained Transformers into RNNs, arXiv:2103.13076",
@@ -27,8 +28,6 @@ INFO = Info(
     state=STATE,
     parameters="the projections of queries and keys, with biases",
     refuses=refuses(functional=functional("t2r", "T2R", "its maps")),
-    small={"features": 7},
-    variants=({"features": 3},),
 )
 
 

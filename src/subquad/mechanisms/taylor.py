@@ -14,13 +14,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from subquad.engines.call import Call
 from subquad.engines.kernelized import Kernel
-from subquad.engines.native.kernelized import Map
-from subquad.mechanisms.base import Call, Info
-from subquad.mechanisms.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.families.base import Info
+from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.ops.kernelized import Map
 
 INFO = Info(
     name="taylor",
+    family="kernelized",
     engine="kernelized",
     idea="1 + cosine(q, k) as the weight: the softmax kernel's first-order expansion on unit vectors",
     paper="Li et al., 2020, Linear Attention Mechanism: An Efficient Attention for Semantic Segmentation, arXiv:2007.14902",

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from subquad.families.base import Mechanism
 from subquad.layer import Attention, Source
-from subquad.mechanisms import Config
 from subquad.models.cache import Step, SubquadLayer
 from subquad.models.configuration import SubquadConfig
 from subquad.state import State
@@ -46,7 +46,7 @@ def norm(config: SubquadConfig) -> nn.Module:
 class Block(GradientCheckpointingLayer):
     """One layer of a transformer."""
 
-    def __init__(self, config: SubquadConfig, method: Config, cross_method: Config | None) -> None:
+    def __init__(self, config: SubquadConfig, method: Mechanism, cross_method: Mechanism | None) -> None:
         super().__init__()
         self.is_causal = config.is_decoder
         self.is_pre_norm = config.norm_position == "pre"
@@ -112,7 +112,7 @@ class Block(GradientCheckpointingLayer):
         return out, Step(state, x.shape[1], again)
 
 
-def _attention(config: SubquadConfig, method: Config, rotary: float | None) -> Attention:
+def _attention(config: SubquadConfig, method: Mechanism, rotary: float | None) -> Attention:
     return Attention(
         config.hidden_size,
         config.num_attention_heads,

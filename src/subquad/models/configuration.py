@@ -12,7 +12,7 @@ from transformers.generation import GenerationConfig
 
 from subquad import checks
 from subquad.errors import InputError, OptionError, UnsupportedError, closest
-from subquad.mechanisms import NEEDS, Config
+from subquad.families.base import NEEDS, Mechanism
 from subquad.models import methods
 from subquad.registry import require
 
@@ -127,12 +127,12 @@ class SubquadConfig(PreTrainedConfig):
         return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
     @property
-    def self_methods(self) -> list[Config]:
+    def self_methods(self) -> list[Mechanism]:
         """The mechanism of each layer's self-attention."""
         return methods.by_layer(self.method, self.num_hidden_layers, "method")
 
     @property
-    def cross_methods(self) -> list[Config]:
+    def cross_methods(self) -> list[Mechanism]:
         """The mechanism of each layer's cross-attention."""
         method = self.method if self.cross_method is None else self.cross_method
         return methods.by_layer(method, self.num_hidden_layers, "cross_method")
@@ -245,7 +245,7 @@ class SubquadConfig(PreTrainedConfig):
                 self._require(method, needs, f"cross-attention of layer {layer}", "cross_method")
 
     @staticmethod
-    def _require(method: Config, needs: Iterable[str], where: str, field: str) -> None:
+    def _require(method: Mechanism, needs: Iterable[str], where: str, field: str) -> None:
         try:
             require(method, needs)
         except UnsupportedError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from subquad.api import Mechanism
+from subquad.attention import MechanismModule
 from subquad.errors import InputError
 
 
@@ -31,7 +31,7 @@ def refuse(misfits: dict[str, Iterable[str]], model: str, path: object, advice: 
 def settle(model: PreTrainedModel) -> None:
     """Take the draws that were loaded, and weights to where kernels compute as they did before saving."""
     for module in model.modules():
-        if isinstance(module, Mechanism):
+        if isinstance(module, MechanismModule):
             module.take_seed()
     for weight in (*model.parameters(), *model.buffers()):
         weight.data = weight.data.clone()  # kernels round differently where a file has left a tensor unaligned

@@ -11,26 +11,20 @@ A saved config holds every option of each mechanism, so that later defaults chan
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from typing import Any
 
 from subquad.errors import OptionError
-from subquad.mechanisms import Config
-from subquad.registry import resolve
+from subquad.families.base import Mechanism
+from subquad.registry import from_record, resolve, to_record
 
 _EVERY = re.compile(r"\s*(?P<most>\w+)\s*,\s*(?P<other>\w+) every (?P<n>\d+)(?:st|nd|rd|th) layer\s*")
 
 
 def from_json(method: Any) -> Any:
-    """`method` with config objects where JSON has records of them; anything else as it is."""
+    """`method` with mechanisms where JSON has records of them; anything else as it is."""
     if isinstance(method, (list, tuple)):
         return [from_json(entry) for entry in method]
-    if not isinstance(method, dict):
-        return method
-    options = {name: tuple(v) if isinstance(v, list) else v for name, v in method.items() if name != "name"}
-    if "name" not in method:
-        raise OptionError(f"a method written as a record has a name, beside its options; got {method!r}.")
-    return type(resolve(method["name"]))(**options)
+    return from_record(method) if isinstance(method, dict) else method
 
 
 def to_json(method: Any, layers: int) -> Any:
@@ -39,11 +33,10 @@ def to_json(method: Any, layers: int) -> Any:
         return None
     if isinstance(method, (list, tuple)) or _phrase(method):
         return [to_json(entry, layers) for entry in by_layer(method, layers, "method")]
-    config = resolve(method)
-    return {"name": config.info.name, **{f.name: getattr(config, f.name) for f in fields(config)}}  # type: ignore[arg-type]
+    return to_record(resolve(method))
 
 
-def by_layer(method: Any, layers: int, field: str) -> list[Config]:
+def by_layer(method: Any, layers: int, field: str) -> list[Mechanism]:
     """The mechanism of each of `layers` layers."""
     if isinstance(method, (list, tuple)):
         if len(method) != layers:

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.utils import can_return_tuple
 
 from subquad import checks
-from subquad.api import Mechanism
+from subquad.attention import MechanismModule
 from subquad.errors import InputError, StateError
 from subquad.models import inputs, loading
 from subquad.models.block import Block, norm
@@ -59,7 +59,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Mechanism):
+        if isinstance(module, MechanismModule):
             for name, initial in module.initial_weights().items():
                 init.copy_(getattr(module, name), initial)
 
@@ -260,13 +260,13 @@ def _refuse_attentions(output_attentions: bool | None, config: SubquadConfig) ->
 def _lend(layers: nn.ModuleList) -> None:
     """Layers whose mechanism shares its parameters across the model use those of the first such layer."""
     for kind in ("self_attn", "cross_attn"):
-        lenders: list[Mechanism] = []
+        lenders: list[MechanismModule] = []
         for layer in layers:
             attention = getattr(layer, kind)
-            if attention is None or not attention.mechanism.config.lends_parameters:
+            if attention is None or not attention.mechanism.method.shares_parameters:
                 continue
             mechanism = attention.mechanism
-            lender = next((m for m in lenders if m.config == mechanism.config), None)
+            lender = next((m for m in lenders if m.config == mechanism.method), None)
             if lender is None:
                 lenders.append(mechanism)
             else:

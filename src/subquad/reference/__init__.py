@@ -63,7 +63,7 @@ _MECHANISMS: dict[str, Callable[..., Tensor]] = {
 
 
 def attention(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -76,7 +76,7 @@ def attention(
     hidden: Tensor | None = None,
     global_mask: Tensor | None = None,
 ) -> Tensor:
-    """What `config`, with its buffers and parameters `weights`, computes. Shapes and meanings as in `subquad.attention`."""
+    """What `mechanism`, with its buffers and parameters `weights`, computes. Shapes and meanings as in `subquad.attention`."""
     queries, keys = query.shape[2], key.shape[2]
     allowed = torch.ones(query.shape[0], 1, queries, keys, dtype=torch.bool, device=query.device)
     if is_causal:
@@ -87,8 +87,9 @@ def attention(
         hidden = hidden.masked_fill(~key_padding_mask[:, :, None], 0) if hidden is not None else None
     real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
     groups = query.shape[1] // key.shape[1]
-    return _MECHANISMS[config.info.name](
-        config,
+    function = type(mechanism).reference or _MECHANISMS[mechanism.info.name]
+    return function(
+        mechanism,
         query,
         key.repeat_interleave(groups, dim=1),
         value.repeat_interleave(groups, dim=1),

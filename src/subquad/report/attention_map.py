@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import subquad
-from subquad import Config, InputError, Mechanism
-from subquad.checks import sizes
+from subquad import checks
+from subquad.attention import MechanismModule, attention
+from subquad.errors import InputError
+from subquad.families.base import Mechanism
 from subquad.registry import resolve
 
 MAX_LENGTH = 4096
-# These engines choose pairs, and the picture is which. The others weigh all pairs at once, and the picture is the weights.
-_CHOOSING = ("dense", "block_sparse", "bucketed")
-_READS_NO_INPUT = ("dense", "block_sparse")
+# Mechanisms of these families choose pairs, and the picture shows which. The others weigh all pairs, and it shows the weights.
+_CHOOSING = ("exact", "sparse", "bucketed")
+_READS_NO_INPUT = ("exact", "sparse")
 # Long enough for the default options to leave something out.
-_LENGTHS = {"dense": 1024, "block_sparse": 1024, "bucketed": 256, "low_rank": 256, "hybrid": 256}
+_LENGTHS = {"exact": 1024, "sparse": 1024, "bucketed": 256, "low_rank": 256, "hybrid": 256}
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ class HeadGroup:
 class AttentionMap:
     """The attention matrices of one mechanism on one random input, with the figure of `HeadGroup` over all heads."""
 
-    config: Config
+    config: Mechanism
     length: int
     is_causal: bool
     seed: int
@@ -95,7 +96,7 @@ class AttentionMap:
         else:
             lines = [f"Effective weights: relative error {self.error:.3g} to exact softmax's (Frobenius)."]
         lines += [f"Causal only: {reason}." for reason in self.config.reasons(["bidirectional"]).values()]
-        if self.config.info.engine not in _READS_NO_INPUT:
+        if self.config.info.family not in _READS_NO_INPUT:
             lines.append(f"Depends on the input: random queries and keys, seed {self.seed}.")
         if self.has_parameters:
             lines.append("Its parameters are as before training.")
@@ -117,7 +118,7 @@ class AttentionMap:
 
 
 def attention_map(
-    method: str | Config,
+    method: str | Mechanism,
     *,
     length: int | None = None,
     heads: int = 4,
@@ -135,10 +136,10 @@ def attention_map(
         seed: what queries, keys and initial parameters are drawn from.
     """
     config = resolve(method)
-    chooses = config.info.engine in _CHOOSING
-    length = _LENGTHS.get(config.info.engine, 64) if length is None else length
+    chooses = config.info.family in _CHOOSING and config.info.engine != "clustered"  # which weighs every pair
+    length = _LENGTHS.get(config.info.family, 64) if length is None else length
     is_causal = bool(config.reasons(["bidirectional"])) if is_causal is None else is_causal
-    sizes(length=length, heads=heads, head_dim=head_dim)
+    checks.sizes(length=length, heads=heads, head_dim=head_dim)
     if length > MAX_LENGTH:
         raise InputError(f"a picture of N x N pairs has at most {MAX_LENGTH} tokens; got {length}. Choose a smaller length.")
     if not 0 <= seed < 2**63:
@@ -149,10 +150,9 @@ def attention_map(
         key = query if config.shares_query_and_key else torch.randn(1, 1, length, head_dim)
         mechanism = config.without_values().build(heads=heads, head_dim=head_dim, value_dim=length, dim=heads * head_dim).eval()
         matrices = _matrices(mechanism, query, key, is_causal)
-        chooses &= config.info.engine != "bucketed" or not matrices.all()  # clustered attention weighs every pair
         if chooses:
             matrices = (matrices != 0).float()
-        exact = None if chooses else subquad.attention(query, key, torch.eye(length)[None, None], is_causal=is_causal)[0, 0]
+        exact = None if chooses else attention(query, key, torch.eye(length)[None, None], is_causal=is_causal)[0, 0]
     groups = [HeadGroup(alike, matrices[alike[0]], *_figures(matrices[alike[0]], exact)) for alike in _alike(matrices)]
     share, error = _figures(matrices, exact)
     return AttentionMap(
@@ -168,13 +168,13 @@ def attention_map(
     )
 
 
-def _matrices(mechanism: Mechanism, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
+def _matrices(mechanism: MechanismModule, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
     """(H, N, N)."""
-    spec, length = mechanism.spec, query.shape[2]
-    q = query.expand(1, spec.heads, -1, -1)
-    k = q if key is query else key.expand(1, spec.heads, -1, -1)
-    identity = torch.eye(length).expand(1, spec.heads, -1, -1)
-    hidden = torch.randn(1, length, spec.heads * spec.head_dim) if mechanism.config.reads_tokens else None
+    sizes, length = mechanism.sizes, query.shape[2]
+    q = query.expand(1, sizes.heads, -1, -1)
+    k = q if key is query else key.expand(1, sizes.heads, -1, -1)
+    identity = torch.eye(length).expand(1, sizes.heads, -1, -1)
+    hidden = torch.randn(1, length, sizes.heads * sizes.head_dim) if mechanism.method.reads_tokens else None
     return mechanism(q, k, identity, is_causal=is_causal, hidden=hidden)[0]
 
 

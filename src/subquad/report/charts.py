@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from subquad import InputError, files
+from subquad import InputError
 from subquad.bench.results import BASELINE, Results
-from subquad.extras import need
+from subquad.errors import load_extra
 from subquad.report import figures
 from subquad.report.labels import on_log_axis, placed
 from subquad.report.looks import Look, looks, theme
+from subquad.runs import files
 
 Spec = dict[str, Any]
 FORMATS = ("png", "svg")
@@ -58,7 +59,7 @@ def charts(results: Results, *, in_page: bool = True) -> list[Chart]:
 
 def save_charts(results: Results, folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write every chart as `time_forward.png` and so on, one file a choice and format; return the paths."""
-    (convert,) = need("report", "a chart in a file", "vl_convert")
+    (convert,) = load_extra("report", "a chart in a file", "vl_convert")
     for ending in formats:
         if ending not in FORMATS:
             raise InputError(f"a chart's format is {' or '.join(FORMATS)}; got {ending!r}.")
@@ -100,7 +101,7 @@ def _lines(
     rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool, title: str, label: str, base: int
 ) -> Spec:
     """Value against length, both logarithmic: solid between what was measured, dashed and hollow where it is predicted."""
-    (alt,) = need("report", "a chart", "altair")
+    (alt,) = load_extra("report", "a chart", "altair")
     colour, shape = _scales(alt, drawn, in_page)
     lengths = sorted({row["length"] for row in rows})
     width = alt.condition(f"datum.method === '{BASELINE}'", alt.value(4), alt.value(1.6))
@@ -149,7 +150,7 @@ def _lines(
 
 def curves(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool) -> Spec:
     """Value by step, both linear, a line a method."""
-    (alt,) = need("report", "a chart", "altair")
+    (alt,) = load_extra("report", "a chart", "altair")
     colour, shape = _scales(alt, drawn, in_page)
     tooltip = [
         alt.Tooltip(field, type="nominal", title=title)
@@ -175,7 +176,7 @@ def curves(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page:
 
 def heat_map(rows: figures.Rows, layers: Sequence[str], title: str, highest: float, in_page: bool) -> Spec:
     """A square for every layer and head, in the theme's colours from 0 to `highest`; `layers` are those that have a row."""
-    (alt,) = need("report", "a chart", "altair")
+    (alt,) = load_extra("report", "a chart", "altair")
     tips = {"layer": "layer", "head": "head", "amount": title}
     chart = (
         alt.Chart(alt.NamedData(name="rows"))
@@ -202,7 +203,7 @@ def heat_map(rows: figures.Rows, layers: Sequence[str], title: str, highest: flo
 
 def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool) -> Spec:
     """Points with labels, which Vega-Lite cannot keep apart: hence compiled to Vega, and the labels added."""
-    alt, convert = need("report", "a chart", "altair", "vl_convert")
+    alt, convert = load_extra("report", "a chart", "altair", "vl_convert")
     colour, shape = _scales(alt, drawn, True)
     rows = rows if in_page else _with_places(rows, kinds)
     tips = {"method": "method", "tokens": "tokens", "relative": "relative error", "against": "times faster than SDPA (95%)"}

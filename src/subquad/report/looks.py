@@ -1,4 +1,4 @@
-"""One look a method, the same in every chart: a hue for its engine, a shade and a shape within it."""
+"""One look a method, the same in every chart: a hue for its family, a shade and a shape within it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mode = Literal["light", "dark"]
 # Hues that differ for colour-blind eyes too; all have a contrast of 3:1 to the page behind them.
 _SHADES: dict[str, dict[Mode, tuple[str, str, str]]] = {
     "kernelized": {"light": ("#0072b2", "#0a3d6b", "#3e8fc4"), "dark": ("#56b4e9", "#a9dbf7", "#2e8bc9")},
-    "block_sparse": {"light": ("#c24e00", "#7a2e00", "#d2701a"), "dark": ("#f0954a", "#fbcb9c", "#d66f1e")},
+    "sparse": {"light": ("#c24e00", "#7a2e00", "#d2701a"), "dark": ("#f0954a", "#fbcb9c", "#d66f1e")},
     "bucketed": {"light": ("#00795a", "#00402f", "#2c9776"), "dark": ("#2fc79b", "#97e8cf", "#1c9c78")},
     "low_rank": {"light": ("#9e3c7c", "#5a1a4b", "#c0649f"), "dark": ("#e28dc0", "#f6c9e4", "#c2609c")},
     "hybrid": {"light": ("#6a4fc4", "#3c2a80", "#8a74d6"), "dark": ("#a993f5", "#d5c9fb", "#8570de")},
@@ -49,7 +49,7 @@ class Look:
     """How one method is drawn."""
 
     method: str
-    engine: str
+    family: str
     light: str
     dark: str
     shape: str
@@ -75,24 +75,24 @@ def record(method: str) -> Info | None:
         return None
 
 
-def engine_of(method: str) -> str:
+def family_of(method: str) -> str:
     facts = record(method)
-    return "" if facts is None else facts.engine
+    return "" if facts is None else facts.family
 
 
 def looks(names: Sequence[str]) -> list[Look]:
-    """The baseline, then `names` by engine. What is not compared keeps its place, so that a method never changes its look."""
+    """The baseline, then `names` by family. What is not compared keeps its place, so that a method never changes its look."""
     known = [*methods(), *(name for name in names if record(name) is None and name != BASELINE)]
     places: dict[str, int] = {}
     found = {}
     for name in known:
-        engine = engine_of(name)
-        place = places[engine] = places.get(engine, -1) + 1
-        shades, shape = _SHADES.get(engine, _SHADES[""]), list(SHAPES)[place % len(SHAPES)]
-        found[name] = Look(name, engine, shades["light"][place % 3], shades["dark"][place % 3], shape)
-    order = {engine: i for i, engine in enumerate([*_SHADES, "dense"])}
+        family = family_of(name)
+        place = places[family] = places.get(family, -1) + 1
+        shades, shape = _SHADES.get(family, _SHADES[""]), list(SHAPES)[place % len(SHAPES)]
+        found[name] = Look(name, family, shades["light"][place % 3], shades["dark"][place % 3], shape)
+    order = {family: i for i, family in enumerate([*_SHADES, "exact"])}
     drawn = sorted(
-        (found[name] for name in dict.fromkeys(names) if name in found), key=lambda x: order.get(x.engine, len(order))
+        (found[name] for name in dict.fromkeys(names) if name in found), key=lambda x: order.get(x.family, len(order))
     )
     return [Look(BASELINE, "", _BASELINE["light"], _BASELINE["dark"], "circle"), *drawn]
 

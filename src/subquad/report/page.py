@@ -11,9 +11,9 @@ from typing import Any
 
 from subquad import SubquadError
 from subquad.bench import analysis
-from subquad.bench.measure import configured
 from subquad.bench.results import BASELINE, Results
-from subquad.extras import need
+from subquad.errors import load_extra
+from subquad.registry import resolve
 from subquad.report import figures, tables
 from subquad.report.attention_map import attention_map
 from subquad.report.charts import charts, write
@@ -40,7 +40,7 @@ def write_page(results: Results, path: Path) -> None:
 
 def template(name: str) -> Any:
     """One of the pages beside this file."""
-    jinja2, _, _ = need("report", "a page", "jinja2", "altair", "vl_convert")
+    jinja2, _, _ = load_extra("report", "a page", "jinja2", "altair", "vl_convert")
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
@@ -69,10 +69,9 @@ def _contents(results: Results) -> dict[str, Any]:
 
 
 def legend(drawn: list[Look]) -> list[tuple[str, list[Look]]]:
-    """The methods by engine."""
-    names = {"": "other", "dense": "dense"}
-    groups = groupby(drawn, key=lambda look: look.engine)
-    return [(names.get(engine, engine.replace("_", "-")), list(group)) for engine, group in groups]
+    """The methods by family."""
+    groups = groupby(drawn, key=lambda look: look.family)
+    return [(family.replace("_", "-") or "other", list(group)) for family, group in groups]
 
 
 def _pictures(results: Results) -> Iterable[_Picture]:
@@ -81,7 +80,7 @@ def _pictures(results: Results) -> Iterable[_Picture]:
         if method == BASELINE or record(method) is None:
             continue
         try:
-            shown = attention_map(configured(method, _LENGTH), is_causal=results.setting.is_causal)
+            shown = attention_map(resolve(method).for_length(_LENGTH), is_causal=results.setting.is_causal)
         except SubquadError:  # options that have changed since; a page without this picture is still a page
             continue
         panels, caption = small_pictures(shown, _CELLS)
@@ -94,5 +93,5 @@ def _pictures(results: Results) -> Iterable[_Picture]:
 
 def library() -> str:
     """Vega, Vega-Lite and vega-embed as one script, fit to stand in a page."""
-    (convert,) = need("report", "a page", "vl_convert")
+    (convert,) = load_extra("report", "a page", "vl_convert")
     return str(convert.javascript_bundle()).replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -22,9 +22,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from subquad import InputError, files
-from subquad.extras import need
+from subquad import InputError
+from subquad.errors import load_extra
 from subquad.report.attention_map import AttentionMap
+from subquad.runs import files
 
 _ENDINGS = (".png", ".svg")
 _TERMINAL_CELLS, _FILE_CELLS = 64, 128
@@ -145,7 +146,7 @@ def _rendered(chart: Any, format: str) -> bytes:
 
 
 def _chart(shown: AttentionMap) -> Any:
-    alt, _ = need("report", "a picture in a file", "altair", "vl_convert")  # the second is what the first draws files with
+    alt, _ = load_extra("report", "a picture in a file", "altair", "vl_convert")  # altair needs vl_convert for files
     cells = _Cells.of(shown, _FILE_CELLS)
     colour = alt.value(_css(_BLUE)) if shown.exact is None else _colours(alt, cells)
     across, down = (alt.Scale(domain=ends, nice=False) for ends in ([0, shown.length], [shown.length, 0]))

@@ -48,7 +48,7 @@ _NONE = Cell("-", None, "none")
 
 
 def crossovers(results: Results) -> Table:
-    headings = ["method", "engine", "forward, from", "training, from", "memory, from"]
+    headings = ["method", "family", "forward, from", "training, from", "memory, from"]
     gains = {kind: _longest(results, kind) for kind in figures.measured_passes(results)}
     usual = {kind: Counter(n for n, _ in found.values()).most_common(1)[0][0] for kind, found in gains.items() if found}
     headings += [f"{kind} gain at {usual[kind]:,}" if kind in usual else f"{kind} gain" for kind in gains]
@@ -62,7 +62,7 @@ def crossovers(results: Results) -> Table:
         table.rows.append(
             [
                 _name(method),
-                _word("reference" if is_baseline else facts.engine.replace("_", "-") if facts is not None else ""),
+                _word("reference" if is_baseline else facts.family.replace("_", "-") if facts is not None else ""),
                 *(_NONE if is_baseline or not known else _start(start) for start, known in zip(starts, measured, strict=True)),
                 *(_gain(found.get(method), usual.get(kind, 0)) for kind, found in gains.items()),
             ]

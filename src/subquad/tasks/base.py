@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from subquad.errors import OptionError, closest
-from subquad.mechanisms.base import Config
+from subquad.families.base import Mechanism
 
 Row = dict[str, Any]
 Batch = dict[str, Tensor]
@@ -95,7 +95,7 @@ class Task(ABC):
         return None
 
     @abstractmethod
-    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+    def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         """A new model, its weights drawn from PyTorch's generator; called after `load`."""
 
     @abstractmethod

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from subquad.extras import need
-from subquad.mechanisms import Config
+from subquad.errors import load_extra
+from subquad.families.base import Mechanism
 from subquad.models import SubquadForImageClassification
 from subquad.tasks.base import Batch, Row, Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
@@ -58,7 +58,7 @@ class Cifar10(Classification):
         valid = Columns(pixel_values=images[-HELD_OUT:], labels=labels[-HELD_OUT:])
         return Splits(train, valid, Columns(pixel_values=test_images, labels=test_labels), scaled)
 
-    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+    def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         patch = PATCH[self.options(settings)["tokens"]]
         picture = {"image_size": SIDE, "patch_size": patch, "num_channels": 3, "num_labels": 10}
         places = {"position": "learned", "max_position_embeddings": (SIDE // patch) ** 2}
@@ -70,11 +70,11 @@ class Cifar10(Classification):
     def split(self, name: str, folder: Path | None) -> tuple[Tensor, Tensor]:
         """Images (B, 3, 32, 32) of uint8 and labels (B,)."""
         if folder is None:
-            [datasets] = need("train", f"the data of {self.info.name}", "datasets")
+            [datasets] = load_extra("train", f"the data of {self.info.name}", "datasets")
             rows = hub(self.info, split=name).cast_column("img", datasets.Image(decode=False))
             return decoded(Path(self.info.source), rows["img"], rows["label"])
         path = one_of(self.info, local(self.info, folder), [f"{name}-00000-of-00001.parquet", f"{name}.parquet"])
-        [parquet] = need("train", f"the data of {self.info.name}", "pyarrow.parquet")
+        [parquet] = load_extra("train", f"the data of {self.info.name}", "pyarrow.parquet")
         try:
             table = parquet.read_table(path, columns=["img", "label"])
         except Exception as error:  # pyarrow's own kinds, which are not there to name before it is installed
@@ -115,7 +115,7 @@ def scaled(rows: Any) -> Batch:
 
 def decoded(path: Path, images: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Images as files in memory, in a tensor."""
-    [pictures, numpy] = need("train", "the data of cifar10", "PIL.Image", "numpy")
+    [pictures, numpy] = load_extra("train", "the data of cifar10", "PIL.Image", "numpy")
 
     def pixels(image: Any) -> Any:
         found = numpy.asarray(pictures.open(io.BytesIO(image["bytes"])).convert("RGB"))

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from subquad.extras import need
-from subquad.mechanisms import Config
+from subquad.errors import load_extra
+from subquad.families.base import Mechanism
 from subquad.models import SubquadForImageClassification
 from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
@@ -37,7 +37,7 @@ class Digits(Classification):
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         require_length(self.info, settings, SIDE**2, "a token for each of its pixels")
-        [datasets] = need("train", "the task digits", "sklearn.datasets")
+        [datasets] = load_extra("train", "the task digits", "sklearn.datasets")
         data = datasets.load_digits()
         images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # (1797, 1, 8, 8)
         rows = Columns(pixel_values=images, labels=torch.tensor(data.target))
@@ -45,7 +45,7 @@ class Digits(Classification):
         valid, test, train = order[:HELD_OUT], order[HELD_OUT : 2 * HELD_OUT], order[2 * HELD_OUT :]
         return Splits(rows.take(train), rows.take(valid), rows.take(test), stacked)
 
-    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+    def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         picture = {"image_size": SIDE, "patch_size": 1, "num_channels": 1, "num_labels": 10}
         places = {"position": "learned", "max_position_embeddings": SIDE**2}
         return SubquadForImageClassification(shape(method, settings, **picture, **places))

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 from subquad.models import SubquadForSequenceClassification
 from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
@@ -59,7 +59,7 @@ class Imdb(Classification):
         rows, scored = partial(_rows, length=settings.length), SCORED[self.options(settings)["scored"]]
         return Splits(rows(train), rows(valid), spread(rows(test), scored), padded(PAD))
 
-    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+    def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         return SubquadForSequenceClassification(shape(method, settings, vocab_size=PAD + 1, num_labels=2))
 
     def half(self, name: str, folder: Path | None) -> list[Review]:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from subquad.errors import InputError
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 from subquad.models import SubquadForCausalLM
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Row, Settings, Splits, Task
@@ -34,7 +34,7 @@ class LanguageModel(Task):
         learned, chosen_by, reported = (Blocks(text, settings.length) for text in (train, valid, test))
         return Splits(learned, chosen_by, reported, stacked)
 
-    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+    def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         return SubquadForCausalLM(shape(method, settings, vocab_size=self.vocabulary))
 
     @property
@@ -46,7 +46,7 @@ class LanguageModel(Task):
 class ByteModel(LanguageModel):
     """A language model of bytes, scored in bits per byte; its config says that its tokens are bytes."""
 
-    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+    def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         found = super().model(method, settings)
         found.config.tokenizer_class = BYTES
         return found

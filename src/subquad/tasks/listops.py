@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from subquad.errors import InputError
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 from subquad.models import SubquadForSequenceClassification
 from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
@@ -73,7 +73,7 @@ class ListOps(Classification):
             test = self.original(wanted, folder, settings.length)
         return Splits(train, valid, test, padded(IDS[""]))
 
-    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+    def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         return SubquadForSequenceClassification(shape(method, settings, vocab_size=len(SYMBOLS), num_labels=10))
 
     def original(self, wanted: str, folder: Path | None, length: int) -> Sequences:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from subquad.extras import need
-from subquad.mechanisms import Config
+from subquad.errors import load_extra
+from subquad.families.base import Mechanism
 from subquad.models import SubquadForConditionalGeneration
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Batch, Row, Settings, Splits, Task, TaskInfo
@@ -65,7 +65,7 @@ class Multi30k(Task):
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         return kept(self.tokenizer, end=SPECIAL["eos_token"], **SPECIAL)
 
-    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+    def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         config = shape(
             method,
             settings,
@@ -89,7 +89,7 @@ class Multi30k(Task):
 
     def bleu(self, model: PreTrainedModel, rows: Dataset[Row], settings: Settings, beams: int) -> float:
         """sacreBLEU of the model's translations, with its own tokens (13a)."""
-        [sacrebleu] = need("train", "the score of multi30k", "sacrebleu")
+        [sacrebleu] = load_extra("train", "the score of multi30k", "sacrebleu")
         read = [rows[i] for i in range(len(rows))]  # type: ignore[arg-type]
         read.sort(key=lambda row: len(row["input_ids"]))  # few pads
         said: list[str] = []

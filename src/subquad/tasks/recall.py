@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from subquad.errors import InputError
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 from subquad.models import SubquadConfig, SubquadForCausalLM
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Row, Settings, Splits, Task, TaskInfo
@@ -68,7 +68,7 @@ class Recall(Task):
         valid, test, train = (drawn(count, length, generator) for count in (HELD_OUT, HELD_OUT, TRAIN))
         return Splits(train, valid, test, stacked)
 
-    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+    def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         return SubquadForRecall(shape(method, settings, vocab_size=NOISE + 1))
 
     def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:

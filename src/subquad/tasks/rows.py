@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedModel
 
-from subquad.bench.measure import configured
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 from subquad.models import SubquadConfig
 from subquad.models.inputs import IGNORED
 from subquad.models.methods import by_layer
@@ -162,11 +161,11 @@ def shuffled(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-def sizes(method: str | Config, settings: Settings) -> dict[str, Any]:
+def sizes(method: str | Mechanism, settings: Settings) -> dict[str, Any]:
     """What all tasks tell `SubquadConfig`; a method by its name has the options that follow from the length."""
     chosen: Any = method
     if isinstance(method, str):
-        layers = [configured(config.info.name, settings.length) for config in by_layer(method, settings.layers, "method")]
+        layers = [one.for_length(settings.length) for one in by_layer(method, settings.layers, "method")]
         chosen = layers if len(set(layers)) > 1 else layers[0]
     return {
         "method": chosen,
@@ -179,6 +178,6 @@ def sizes(method: str | Config, settings: Settings) -> dict[str, Any]:
     }
 
 
-def shape(method: str | Config, settings: Settings, **fields: Any) -> SubquadConfig:
+def shape(method: str | Mechanism, settings: Settings, **fields: Any) -> SubquadConfig:
     """The config of a task's model."""
     return SubquadConfig(**sizes(method, settings), **fields)

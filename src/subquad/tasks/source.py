@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from subquad.errors import InputError, SubquadError
-from subquad.extras import need
+from subquad.errors import InputError, SubquadError, load_extra
 from subquad.tasks.base import Settings, TaskInfo
 
 Read = TypeVar("Read")
@@ -86,7 +85,7 @@ def damaged(path: Path, error: object) -> DataError:
 
 def hub(info: TaskInfo, *name: str, **given: Any) -> Any:
     """What `datasets.load_dataset` has under a public name."""
-    [datasets] = need("train", f"the data of {info.name}", "datasets")
+    [datasets] = load_extra("train", f"the data of {info.name}", "datasets")
     try:
         return datasets.load_dataset(*(name or info.source.split(", ")), **given)
     except Exception as error:  # no network, no such name, a broken download: whatever it is, the advice is the same

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 from subquad.models import SubquadConfig, SubquadModel, SubquadPreTrainedModel
 from subquad.models.classification import pooled
 from subquad.tasks.base import Batch, Row, Settings, Splits, Task, TaskInfo
@@ -69,7 +69,7 @@ class STSB(Task):
         found.backend_tokenizer.normalizer = normalizers.Lowercase()
         return found
 
-    def model(self, method: str | Config, settings: Settings) -> PreTrainedModel:
+    def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         return SubquadForSimilarity(shape(method, settings, vocab_size=self.tokenizer.get_vocab_size(), pad_token_id=PAD))
 
     def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:

@@ -20,6 +20,6 @@ except ImportError as error:
     ) from error
 
 from subquad.training.results import Record, Results, load
-from subquad.training.sitting import Progress, train
+from subquad.training.session import Progress, train
 
 __all__ = ["Progress", "Record", "Results", "load", "train"]

@@ -11,21 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from subquad import checks
-from subquad.bench.measure import configured
 from subquad.errors import InputError, SubquadError, closest
-from subquad.mechanisms import NEEDS, Config
-from subquad.models.methods import from_json, to_json
+from subquad.families.base import NEEDS, Mechanism
 from subquad.registry import methods as all_methods
 from subquad.registry import require, resolve
+from subquad.runs.precision import Precision, require_precision
 from subquad.tasks.base import Settings, Task
-from subquad.training.precision import Precision, require_precision
 
 _NEEDS = {
     "bidirectional": ["bidirectional"],
     "causal": ["is_causal", "decode"],
     "encoder-decoder": ["bidirectional", "is_causal", "decode"],
 }
-_ORACLE = "svd"
 _MOST = {"steps": 10**9, "epochs": 10**6, "threads": 1024}  # more is a slip, and ends in errors of libraries
 _SHARE, _FORWARD = 0.05, 3  # time of evaluations beside that of steps; rows that are scored while one is learnt from
 _LEAST = 256  # rows of an evaluation, if there are so many
@@ -115,7 +112,7 @@ def data_folder(data: str | None) -> Path | None:
     return Path(base) if base else None
 
 
-def chosen(task: Task, methods: Sequence[str | Config], settings: Settings) -> tuple[dict[str, Config], dict[str, str]]:
+def chosen(task: Task, methods: Sequence[str | Mechanism], settings: Settings) -> tuple[dict[str, Mechanism], dict[str, str]]:
     """The mechanisms to train by name, and those that `all` leaves out, with the reason.
 
     Options that follow from the length are set by it. A method that is named and cannot do the task is refused.
@@ -126,21 +123,21 @@ def chosen(task: Task, methods: Sequence[str | Config], settings: Settings) -> t
     if "all" in methods and len(methods) > 1:
         raise InputError("--method all stands for every method that can do the task; got others beside it. Leave one out.")
     if list(methods) == ["all"]:
-        able: dict[str, Config] = {}
+        able: dict[str, Mechanism] = {}
         refused = {}
         for name in all_methods():
-            config = configured(name, settings.length)
+            config = resolve(name).for_length(settings.length)
             reasons = config.reasons(needs)
             if reasons:
                 refused[name] = "; ".join(f"{NEEDS[need]}: {reason}" for need, reason in reasons.items())
-            elif name == _ORACLE:
+            elif config.info.is_oracle:
                 refused[name] = "a bound to compare others with, cubic in the length: trained only if named"
             else:
                 able[name] = config
         return able, refused
-    found: dict[str, Config] = {}
+    found: dict[str, Mechanism] = {}
     for method in methods:
-        config = resolve(method) if isinstance(method, Config) else configured(resolve(method).info.name, settings.length)
+        config = method if isinstance(method, Mechanism) else resolve(method).for_length(settings.length)
         if config.info.name in found:
             raise InputError(
                 f"each method is trained once in a run; got {config.info.name!r} twice. Name it once, and train it with other "
@@ -149,17 +146,6 @@ def chosen(task: Task, methods: Sequence[str | Config], settings: Settings) -> t
         require(config, needs)
         found[config.info.name] = config
     return found, {}
-
-
-def options_of(config: Config) -> dict[str, Any]:
-    """All options of a mechanism, as JSON has them."""
-    saved: dict[str, Any] = to_json(config, 1)
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in saved.items() if name != "name"}
-
-
-def config_from(method: str, options: dict[str, Any]) -> Config:
-    config: Config = from_json({"name": method, **options})
-    return config
 
 
 def check(plan: Plan, task: Task, processes: int) -> None:
@@ -208,8 +194,3 @@ def steps_of(settings: Settings, rows: int) -> int:
         return settings.steps
     assert settings.epochs is not None
     return max(1, math.ceil(settings.epochs * rows / settings.batch))
-
-
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    names = dict.fromkeys([*before, *now])
-    return [f"{n}: {before.get(n)!r} there, {now.get(n)!r} here" for n in names if before.get(n) != now.get(n)]

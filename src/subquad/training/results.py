@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from subquad.bench.results import ResultsError, read, write_json
+from subquad.runs.results_file import ResultsError, read, write_json
 
 SCHEMA, VERSION = "subquad.train", 1
 FILE = "results.json"

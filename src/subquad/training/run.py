@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from subquad.errors import InputError, SubquadError
+from subquad.registry import options_of
+from subquad.runs import checkpoints
+from subquad.runs.determinism import deterministic, quiet
+from subquad.runs.memory import Peak
 from subquad.tasks.base import Splits, Task
 from subquad.tasks.rows import length, lengths_of
-from subquad.training import checkpoints
 from subquad.training.data import Batches, fingerprint
-from subquad.training.memory import Peak
-from subquad.training.plan import Plan, data_folder, options_of, steps_of
+from subquad.training.plan import Plan, data_folder, steps_of
 from subquad.training.results import Record
 from subquad.training.trainer import DivergedError, Job, MethodTrainer, scored
 
@@ -119,33 +119,3 @@ def _run(job: Job, record: Record) -> None:
         record.test = scored(best, job, splits.test)
     record.seconds = trainer.before + time.monotonic() - begun
     record.status = "done"
-
-
-@contextlib.contextmanager
-def deterministic(threads: int) -> Iterator[None]:
-    """So many threads, and the algorithms that give the same bits each time, where there are such."""
-    threads_before, was_on = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = False  # it takes time
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads_before)
-        torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
-        memory.fill_uninitialized_memory = filled
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the libraries' own progress bars."""
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()

@@ -22,18 +22,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from subquad import files
 from subquad.errors import InputError, SubquadError
-from subquad.mechanisms import Config
+from subquad.families.base import Mechanism
 from subquad.models import SubquadForCausalLM
 from subquad.models.inputs import IGNORED
+from subquad.runs import checkpoints, files
+from subquad.runs.memory import Peak
+from subquad.runs.precision import mixed_precision
 from subquad.tasks.base import Row, Splits, Task
 from subquad.tasks.rows import length, spread
-from subquad.training import checkpoints
 from subquad.training.data import ORDER, Batches, loader, mixed
-from subquad.training.memory import Peak
 from subquad.training.plan import Every, Plan
-from subquad.training.precision import mixed_precision
 from subquad.training.results import Record, record_from
 
 STATE = "run.json"  # in a checkpoint, beside what `Trainer` writes
@@ -55,7 +54,7 @@ class Job:
     plan: Plan
     task: Task
     splits: Splits
-    config: Config
+    config: Mechanism
     folder: Path
     tell: Callable[[Record], None]
     is_stopping: Callable[[], bool]

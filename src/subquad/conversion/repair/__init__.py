@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from subquad.conversion.activations import Batch, watchable
 from subquad.conversion.diagnosis import require_pair, require_tokens
-from subquad.conversion.observe import Batch, watchable
 from subquad.conversion.repair.alignment import Align
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import Kept, keep_softmax

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from subquad.conversion.observe import Batch, last_states, real_tokens
+from subquad.conversion.activations import Batch, last_states, real_tokens
 from subquad.conversion.repair.low_rank import RANK, LowRank, Targets, place
 from subquad.conversion.sites import Site, sites
 from subquad.conversion.swap import mechanisms

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from subquad.conversion.activations import Batch, run
 from subquad.conversion.diagnosis import head_errors
-from subquad.conversion.observe import Batch, run
 from subquad.conversion.repair.loop import Stage
 from subquad.conversion.swap import every_mechanism, mechanisms
 from subquad.errors import UnsupportedError
@@ -33,7 +33,7 @@ class Transfer(Stage):
         self.original = original
         self.mechanisms = {name: m for name, m in mechanisms(converted).items() if next(m.parameters(), None) is not None}
         if not self.mechanisms:
-            names = ", ".join(sorted({m.config.info.name for m in every_mechanism(converted).values()}))
+            names = ", ".join(sorted({m.method.info.name for m in every_mechanism(converted).values()}))
             raise UnsupportedError(
                 f"attention transfer trains what a mechanism learns, and {names} learns nothing. Leave transfer out: low-rank "
                 "finetuning (lora) changes the weights around it."

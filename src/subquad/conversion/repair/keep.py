@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from subquad.api import Mechanism
+from subquad.attention import MechanismModule
 from subquad.conversion import record as records
+from subquad.conversion.activations import Batch, run, watchable
 from subquad.conversion.diagnosis import Whole, require_pair, require_tokens
 from subquad.conversion.interface import NAME
-from subquad.conversion.observe import Batch, run, watchable
 from subquad.conversion.sites import Site, sites
 from subquad.errors import InputError
 from subquad.mechanisms import Softmax
@@ -112,10 +112,10 @@ def require_count(count: int, layers: int) -> None:
         raise InputError(f"between 1 and {layers - 1} of the {layers} converted layers can stay softmax; got {count!r}.")
 
 
-def _exchange(site: Site) -> Mechanism:
+def _exchange(site: Site) -> MechanismModule:
     """Softmax for the site's mechanism, which comes back."""
-    before: Mechanism = getattr(site.module, NAME)
-    softmax = Mechanism(Softmax(), heads=site.heads, kv_heads=site.kv_heads, head_dim=site.head_dim)
+    before: MechanismModule = getattr(site.module, NAME)
+    softmax = MechanismModule(Softmax(), heads=site.heads, kv_heads=site.kv_heads, head_dim=site.head_dim)
     site.module.add_module(NAME, softmax.train(site.module.training))
     return before
 

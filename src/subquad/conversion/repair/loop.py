@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad import checks, files
-from subquad.conversion.observe import Batch
+from subquad import checks
+from subquad.conversion.activations import Batch
 from subquad.errors import InputError
-from subquad.training.precision import Precision, mixed_precision, require_precision
+from subquad.runs import files
+from subquad.runs.precision import Precision, mixed_precision, require_precision
 
 _CLIP = 1.0
 _WARMUP = 0.05  # share of the steps

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from subquad.conversion.observe import Batch, is_causal_lm, last_states, real_tokens
+from subquad.conversion.activations import Batch, is_causal_lm, last_states, real_tokens
 from subquad.conversion.repair.by_rows import cross_entropy, divergence, mean_loss
 from subquad.conversion.repair.low_rank import RANK, LowRank, Targets
 from subquad.errors import InputError, OptionError

@@ -18,8 +18,7 @@ from subquad.conversion import record as records
 from subquad.conversion.repair.loop import Stage
 from subquad.conversion.sites import Site, sites
 from subquad.conversion.swap import mechanisms
-from subquad.errors import OptionError
-from subquad.extras import need
+from subquad.errors import OptionError, load_extra
 
 Targets = Literal["attention", "all"]
 ADAPTER = "repair"
@@ -90,5 +89,5 @@ def changed_maps(model: PreTrainedModel, rank: int, targets: Targets) -> list[st
 
 
 def need_peft() -> Any:
-    [peft] = need("convert", "low-rank finetuning", "peft")
+    [peft] = load_extra("convert", "low-rank finetuning", "peft")
     return peft

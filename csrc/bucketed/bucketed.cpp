@@ -1,0 +1,327 @@
+// The bucketed engine's inner loops for CPUs: bucketed.py says who sees whom.
+//
+// In each round keys are sorted by (bucket, position), and queries that stand together meet a run of sorted keys in one small
+// product; pairs that the rule or an earlier round has shown are barred one by one. Softmax is kept as it grows, with the
+// largest score so far; the backward pass computes the weights again from its logarithm (Dao et al., 2022, arXiv:2205.14135).
+//
+// B batch, H query heads, K key-value heads, R rounds, n tokens, D channels, E value channels, C tokens a chunk.
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "common/view.h"
+
+namespace subquad {
+
+constexpr Index TOGETHER = 64;  // queries at most that meet a run of keys
+
+struct BucketedCall {
+    int64_t batch, heads, kv_heads, tokens, channels, value_channels;
+    int64_t rounds, buckets, chunk, shared, is_causal, threads;
+    double scale;
+    View query, key, value, out, grad, d_query, d_key, d_value;
+    const int64_t* query_bucket;  // (B, H, R, n); `buckets` for pads
+    const int64_t* key_bucket;    // (B, K, R, n)
+    void* lse;                    // (B, H, n): the log-sum-exp of each query's scores; infinity where it sees but its own value
+};
+
+// One head's tokens in one round: where each key stands when sorted, and each query among them.
+struct Round {
+    std::vector<int32_t> query_bucket, key_bucket;  // by token; of pads -1 and -2
+    std::vector<int32_t> slot, place;               // by token; in chunks where not causal
+    std::vector<int32_t> keys, queries;             // tokens in their order, without pads
+    std::vector<int32_t> sorted_place;              // of `queries`, in tokens
+
+    Round(const BucketedCall& c, const int64_t* of_queries, const int64_t* of_keys)
+        : query_bucket(c.tokens), key_bucket(c.tokens), slot(c.tokens), place(c.tokens) {
+        std::vector<int32_t> query_start(c.buckets + 1), key_start(c.buckets + 1);
+        for (Index i = 0; i < c.tokens; ++i) {
+            query_bucket[i] = of_queries[i] == c.buckets ? -1 : int32_t(of_queries[i]);
+            key_bucket[i] = of_keys[i] == c.buckets ? -2 : int32_t(of_keys[i]);
+            if (query_bucket[i] >= 0) ++query_start[query_bucket[i] + 1];
+            if (key_bucket[i] >= 0) ++key_start[key_bucket[i] + 1];
+        }
+        for (Index b = 0; b < c.buckets; ++b) query_start[b + 1] += query_start[b], key_start[b + 1] += key_start[b];
+        keys.resize(key_start[c.buckets]), queries.resize(query_start[c.buckets]), sorted_place.resize(queries.size());
+        for (Index i = 0; i < c.tokens; ++i) {  // starts run along, and so count the keys before
+            if (query_bucket[i] >= 0) {
+                const int32_t sorted = query_start[query_bucket[i]]++;
+                queries[sorted] = int32_t(i);
+                place[i] = sorted_place[sorted] = key_start[query_bucket[i]];
+            }
+            if (key_bucket[i] >= 0) keys[slot[i] = key_start[key_bucket[i]]++] = int32_t(i);
+        }
+        for (Index i = 0; i < c.tokens && !c.is_causal; ++i) slot[i] /= int32_t(c.chunk), place[i] /= int32_t(c.chunk);
+    }
+};
+
+// Queries `first` to `last` of a round's order, and the sorted keys that they may see.
+struct Run {
+    Index first, last, from, to;
+};
+
+std::vector<Run> runs(const BucketedCall& c, const Round& round) {
+    std::vector<Run> found;
+    const std::vector<int32_t>& place = round.sorted_place;
+    for (Index i = 0, end; i < Index(place.size()); i = end) {
+        const Index chunk = place[i] / c.chunk;
+        const Index from = std::max<Index>(c.is_causal ? place[i] - c.chunk : (chunk - 1) * c.chunk, 0);
+        for (end = i + 1; end < Index(place.size()) && end - i < TOGETHER; ++end)
+            if (c.is_causal ? place[end] - from > c.chunk + TOGETHER : place[end] / c.chunk != chunk) break;
+        const Index to = std::min<Index>(c.is_causal ? place[end - 1] : (chunk + 1) * c.chunk, round.keys.size());
+        if (from < to) found.push_back({i, end, from, to});
+    }
+    return found;
+}
+
+// What a thread needs to let a run of queries meet its keys.
+template <class T>
+struct Meeting {
+    const BucketedCall& c;
+    Index D, E, n = 0, m = 0;  // queries and keys that meet
+    const int32_t *queries = nullptr, *keys = nullptr;
+    Matrix<T> query, key, key_t, value, weights, result;
+    std::vector<int32_t> bucket, slot;  // of the keys
+
+    explicit Meeting(const BucketedCall& c)
+        : c(c), D(c.channels), E(c.value_channels), query(TOGETHER, D), key(most(c), D), key_t(D, most(c)), value(most(c), E),
+          weights(TOGETHER, most(c)), result(TOGETHER, std::max(D, E)), bucket(padded<T>(most(c))), slot(padded<T>(most(c))) {}
+    static Index most(const BucketedCall& c) { return std::max<Index>(2 * c.chunk, c.chunk + TOGETHER); }
+
+    // Scores of all pairs, minus infinity where a pair is barred.
+    void score(const std::vector<Round>& rounds, std::size_t now, const Run& run, Index b, Index h, Index kv) {
+        n = run.last - run.first, m = run.to - run.from;
+        queries = rounds[now].queries.data() + run.first, keys = rounds[now].keys.data() + run.from;
+        for (Index i = 0; i < n; ++i) {
+            std::memcpy(query[i], c.query.at<T>(b, h, queries[i]), D * sizeof(T));
+            scale(query[i], T(c.scale), D);
+        }
+        for (Index j = 0; j < m; ++j) {
+            std::memcpy(key[j], c.key.at<T>(b, kv, keys[j]), D * sizeof(T));
+            std::memcpy(value[j], c.value.at<T>(b, kv, keys[j]), E * sizeof(T));
+        }
+        transpose(key_t, key, m);
+        product(weights[0], weights.stride, query[0], query.stride, Index(1), key_t[0], key_t.stride, n, D, m, false);
+        for (std::size_t round = 0; round <= now; ++round) bar(rounds[round], round < now);
+        for (Index i = 0; i < n; ++i) {
+            T* row = weights[i];
+            for (Index j = 0; j < m && !c.is_causal; ++j)
+                if (keys[j] == queries[i]) row[j] = barred();
+            std::fill(row + m, row + padded<T>(m), barred());
+        }
+    }
+
+    static constexpr T barred() { return -std::numeric_limits<T>::infinity(); }
+
+   private:
+    // Bars the pairs that a round does not show, or those that it does.
+    void bar(const Round& round, bool is_earlier) {
+        for (Index j = 0; j < m; ++j) bucket[j] = round.key_bucket[keys[j]], slot[j] = round.slot[keys[j]];
+        const uint32_t reach = c.is_causal ? uint32_t(c.chunk - 1) : 1;
+        for (Index i = 0; i < n; ++i) {
+            T* row = weights[i];
+            const int32_t own = round.query_bucket[queries[i]], place = round.place[queries[i]] - int32_t(c.is_causal);
+            for (Index j = 0; j < m; ++j) {
+                const bool is_shown = (bucket[j] == own) & (uint32_t(place - slot[j]) <= reach);
+                row[j] = is_shown != is_earlier ? row[j] : barred();
+            }
+        }
+    }
+};
+
+// ---- forward ----
+
+template <class T>
+struct Softmax {
+    Matrix<T> out;           // (n x E), not divided yet
+    std::vector<T> top, sum;  // by query: the largest score so far, and sum e^(score - top)
+
+    explicit Softmax(const BucketedCall& c) : out(c.tokens, c.value_channels), top(c.tokens), sum(c.tokens) {}
+
+    void begin(const BucketedCall& c, const Round& round, Index b, Index h, Index kv) {
+        out.clear();
+        std::fill(top.begin(), top.end(), Meeting<T>::barred());
+        std::fill(sum.begin(), sum.end(), T(0));
+        if (c.shared) return;
+        for (Index i = 0; i < c.tokens; ++i) {  // its own key
+            if (round.query_bucket[i] < 0) continue;
+            const T *q = c.query.at<T>(b, h, i), *k = c.key.at<T>(b, kv, i);
+            T score = 0;
+            for (Index d = 0; d < c.channels; ++d) score += q[d] * T(c.scale) * k[d];
+            top[i] = score, sum[i] = 1;
+            std::memcpy(out[i], c.value.at<T>(b, kv, i), c.value_channels * sizeof(T));
+        }
+    }
+
+    void take(Meeting<T>& x) {
+        std::vector<T> decay(x.n);
+        for (Index i = 0; i < x.n; ++i) {
+            const int32_t token = x.queries[i];
+            const T most = std::max(top[token], largest(x.weights[i], padded<T>(x.m)));
+            if (most == Meeting<T>::barred()) {
+                decay[i] = 1;
+                std::fill(x.weights[i], x.weights[i] + padded<T>(x.m), T(0));
+                continue;
+            }
+            decay[i] = std::exp(top[token] - most);
+            exponentiate(x.weights[i], x.m, most);
+            top[token] = most;
+            sum[token] = sum[token] * decay[i] + total(x.weights[i], x.m);
+        }
+        product(x.result[0], x.result.stride, x.weights[0], x.weights.stride, Index(1), x.value[0], x.value.stride, x.n, x.m, x.E,
+                false);
+        for (Index i = 0; i < x.n; ++i) {
+            T* row = out[x.queries[i]];
+            for (Index j = 0; j < x.E; j += LANES<T>) vector(row + j) = vector(row + j) * decay[i] + vector(x.result[i] + j);
+        }
+    }
+
+    void finish(const BucketedCall& c, const Round& round, Index b, Index h, Index kv) {
+        T* lse = static_cast<T*>(c.lse) + (b * c.heads + h) * c.tokens;
+        for (Index i = 0; i < c.tokens; ++i) {
+            T* to = c.out.at<T>(b, h, i);
+            const bool is_real = round.query_bucket[i] >= 0;
+            lse[i] = std::numeric_limits<T>::infinity();
+            if (is_real && sum[i] > 0) {
+                lse[i] = top[i] + std::log(sum[i]);
+                scale(out[i], 1 / sum[i], c.value_channels);
+                std::memcpy(to, out[i], c.value_channels * sizeof(T));
+            } else if (is_real) std::memcpy(to, c.value.at<T>(b, kv, i), c.value_channels * sizeof(T));
+            else std::fill(to, to + c.value_channels, T(0));
+        }
+    }
+};
+
+std::vector<Round> rounds_of(const BucketedCall& c, Index b, Index h, Index kv) {
+    std::vector<Round> found;
+    for (Index r = 0; r < c.rounds; ++r)
+        found.emplace_back(c, c.query_bucket + ((b * c.heads + h) * c.rounds + r) * c.tokens,
+                           c.key_bucket + ((b * c.kv_heads + kv) * c.rounds + r) * c.tokens);
+    return found;
+}
+
+template <class T>
+void bucketed_forward(const BucketedCall& c) {
+    const Index group = c.heads / c.kv_heads;
+#pragma omp parallel num_threads(std::max<int>(c.threads, 1))
+    {
+        Meeting<T> meeting(c);
+        Softmax<T> softmax(c);
+#pragma omp for schedule(dynamic) collapse(2)
+        for (Index b = 0; b < c.batch; ++b)
+            for (Index h = 0; h < c.heads; ++h) {
+                const Index kv = h / group;
+                const std::vector<Round> rounds = rounds_of(c, b, h, kv);
+                softmax.begin(c, rounds[0], b, h, kv);
+                for (std::size_t now = 0; now < rounds.size(); ++now)
+                    for (const Run& run : runs(c, rounds[now])) {
+                        meeting.score(rounds, now, run, b, h, kv);
+                        softmax.take(meeting);
+                    }
+                softmax.finish(c, rounds[0], b, h, kv);
+            }
+    }
+}
+
+// ---- backward ----
+
+template <class T>
+struct BucketedGradients {
+    Matrix<T> d_query, d_key, d_value;  // (n x D), (n x D), (n x E)
+    Matrix<T> grad, value_t, d_scores, found;
+    std::vector<T> along;  // by query: its output's gradient times its output
+
+    explicit BucketedGradients(const BucketedCall& c)
+        : d_query(c.tokens, c.channels), d_key(c.tokens, c.channels), d_value(c.tokens, c.value_channels),
+          grad(TOGETHER, c.value_channels), value_t(c.value_channels, Meeting<T>::most(c)),
+          d_scores(TOGETHER, Meeting<T>::most(c)), found(Meeting<T>::most(c), std::max(c.channels, c.value_channels)),
+          along(c.tokens) {}
+
+    // What does not depend on other tokens: the gradient's product with the output, and each query's own key or value.
+    void begin(const BucketedCall& c, const Round& round, const T* lse, Index b, Index h, Index kv) {
+        d_query.clear();
+        for (Index i = 0; i < c.tokens; ++i) {
+            if (round.query_bucket[i] < 0) continue;
+            const T *g = c.grad.at<T>(b, h, i), *o = c.out.at<T>(b, h, i), *v = c.value.at<T>(b, kv, i);
+            along[i] = 0;
+            for (Index e = 0; e < c.value_channels; ++e) along[i] += g[e] * o[e];
+            T weight = 0, d_score = 0;
+            if (std::isinf(lse[i])) weight = 1;
+            else if (!c.shared) {
+                const T *q = c.query.at<T>(b, h, i), *k = c.key.at<T>(b, kv, i);
+                T score = 0;
+                for (Index d = 0; d < c.channels; ++d) score += q[d] * T(c.scale) * k[d];
+                weight = std::exp(score - lse[i]);
+                d_score = -along[i];
+                for (Index e = 0; e < c.value_channels; ++e) d_score += g[e] * v[e];
+                d_score *= weight * T(c.scale);
+                for (Index d = 0; d < c.channels; ++d) d_query[i][d] += d_score * k[d], d_key[i][d] += d_score * q[d];
+            }
+            for (Index e = 0; e < c.value_channels; ++e) d_value[i][e] += weight * g[e];
+        }
+    }
+
+    void take(Meeting<T>& x, const T* lse, Index b, Index h) {
+        for (Index i = 0; i < x.n; ++i) {
+            const int32_t token = x.queries[i];
+            std::memcpy(grad[i], x.c.grad.template at<T>(b, h, token), x.E * sizeof(T));
+            if (std::isinf(lse[token])) std::fill(x.weights[i], x.weights[i] + padded<T>(x.m), T(0));
+            else exponentiate(x.weights[i], x.m, lse[token]);
+        }
+        add_transposed(d_value, x.keys, x.weights, grad, x.m, x.n);
+        transpose(value_t, x.value, x.m);
+        product(d_scores[0], d_scores.stride, grad[0], grad.stride, Index(1), value_t[0], value_t.stride, x.n, x.E, x.m, false);
+        for (Index i = 0; i < x.n; ++i)
+            for (Index j = 0; j < x.m; j += LANES<T>)
+                vector(d_scores[i] + j) = (vector(d_scores[i] + j) - along[x.queries[i]]) * vector(x.weights[i] + j);
+        add_transposed(d_key, x.keys, d_scores, x.query, x.m, x.n);  // the query is scaled already
+        read(Rows<T>{x.result[0], x.D, x.result.stride}, Rows<T>{d_scores[0], x.m, d_scores.stride}, x.key, x.n);
+        for (Index i = 0; i < x.n; ++i) add(d_query[x.queries[i]], x.result[i], T(x.c.scale), x.D);
+    }
+
+   private:
+    // Rows `at` of `sums` += left^T (m x n) right (n x columns)
+    void add_transposed(const Matrix<T>& sums, const int32_t* at, const Matrix<T>& left, const Matrix<T>& right, Index m, Index n) {
+        product(found[0], found.stride, left[0], Index(1), left.stride, right[0], right.stride, m, n, right.columns, false);
+        for (Index j = 0; j < m; ++j) add(sums[at[j]], found[j], T(1), right.columns);
+    }
+};
+
+template <class T>
+void bucketed_backward(const BucketedCall& c) {
+    const Index group = c.heads / c.kv_heads;
+#pragma omp parallel num_threads(std::max<int>(c.threads, 1))
+    {
+        Meeting<T> meeting(c);
+        BucketedGradients<T> g(c);
+#pragma omp for schedule(dynamic) collapse(2)
+        for (Index b = 0; b < c.batch; ++b)
+            for (Index kv = 0; kv < c.kv_heads; ++kv) {
+                g.d_key.clear();
+                g.d_value.clear();
+                for (Index h = kv * group; h < (kv + 1) * group; ++h) {
+                    const std::vector<Round> rounds = rounds_of(c, b, h, kv);
+                    const T* lse = static_cast<const T*>(c.lse) + (b * c.heads + h) * c.tokens;
+                    g.begin(c, rounds[0], lse, b, h, kv);
+                    for (std::size_t now = 0; now < rounds.size(); ++now)
+                        for (const Run& run : runs(c, rounds[now])) {
+                            meeting.score(rounds, now, run, b, h, kv);
+                            g.take(meeting, lse, b, h);
+                        }
+                    store(c.d_query, g.d_query, b, h, 0, c.tokens);
+                }
+                store(c.d_key, g.d_key, b, kv, 0, c.tokens);
+                store(c.d_value, g.d_value, b, kv, 0, c.tokens);
+            }
+    }
+}
+
+}  // namespace subquad
+
+extern "C" {
+void subquad_bucketed_forward_float32(const subquad::BucketedCall* call) { subquad::bucketed_forward<float>(*call); }
+void subquad_bucketed_forward_float64(const subquad::BucketedCall* call) { subquad::bucketed_forward<double>(*call); }
+void subquad_bucketed_backward_float32(const subquad::BucketedCall* call) { subquad::bucketed_backward<float>(*call); }
+void subquad_bucketed_backward_float64(const subquad::BucketedCall* call) { subquad::bucketed_backward<double>(*call); }
+}

@@ -1,0 +1,56 @@
+// A tensor (batch, heads, tokens, channels) as an address with strides, and chunks of its tokens.
+
+#pragma once
+
+#include "common/matrices.h"
+
+namespace subquad {
+
+struct View {
+    void* data;
+    int64_t batch, head, token;  // strides, in elements
+    template <class T>
+    T* at(Index b, Index h, Index i) const {
+        return static_cast<T*>(data) + b * batch + h * head + i * token;
+    }
+};
+
+template <class T>
+void load(const Rows<T>& x, const View& view, Index b, Index h, Index start, Index n) {
+    for (Index i = 0; i < n; ++i) std::memcpy(x[i], view.at<T>(b, h, start + i), x.columns * sizeof(T));
+}
+
+template <class T>
+void store(const View& view, const Rows<T>& x, Index b, Index h, Index start, Index n) {
+    for (Index i = 0; i < n; ++i) std::memcpy(view.at<T>(b, h, start + i), x[i], x.columns * sizeof(T));
+}
+
+// Asks for the next chunk of tokens, those from `start` to `end`: by itself the processor looks ahead to the end of a page.
+template <class T>
+void anticipate(const View& view, Index b, Index h, Index start, Index end, Index columns) {
+    for (Index i = start; i < end; ++i)
+        for (Index j = 0; j < columns; j += 64 / Index(sizeof(T))) __builtin_prefetch(view.at<T>(b, h, i) + j);
+}
+
+// The tokens from `start` on where they stand, if their rows are whole vectors; otherwise `scratch`.
+template <class T>
+Rows<T> place(const Rows<T>& scratch, const View& view, Index b, Index h, Index start) {
+    if (scratch.columns % LANES<T>) return scratch;
+    return {view.at<T>(b, h, start), scratch.columns, Index(view.token)};
+}
+
+// n of them, to read
+template <class T>
+Rows<T> fetch(const Rows<T>& scratch, const View& view, Index b, Index h, Index start, Index n) {
+    const Rows<T> found = place(scratch, view, b, h, start);
+    if (found.data == scratch.data) load(scratch, view, b, h, start, n);
+    return found;
+}
+
+// n of them that were written to what `place` gave
+template <class T>
+void keep(const Rows<T>& scratch, const Rows<T>& written, const View& view, Index b, Index h, Index start, Index n) {
+    if (written.data == scratch.data) store(view, scratch, b, h, start, n);
+}
+
+}  // namespace subquad

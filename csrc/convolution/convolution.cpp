@@ -1,0 +1,119 @@
+// Convolution along the sequence, one kernel a query head: convolution.py says which.
+//
+// A few neighbouring outputs are a product of matrices: the kernel, shifted by one from row to row, times the values around them.
+//
+// B batch, H query heads, K key-value heads, N tokens, E channels, c taps.
+
+#include <vector>
+
+#include "common/view.h"
+
+namespace subquad {
+
+struct ConvolutionCall {
+    int64_t batch, heads, kv_heads, tokens, channels, taps, threads;
+    View value, out, grad, d_value;  // (B, K, N, E); (B, H, N, E), which is added to; (B, H, N, E); (B, K, N, E)
+    const void* kernel;              // (H, c)
+    void* d_kernel;                  // (B, H, c)
+};
+
+constexpr Index TOGETHER_OUT = 6, TAPS = 8;
+
+// One head's kernel, zeros around it.
+template <class T>
+struct Kernel {
+    Index taps;
+    std::vector<T> padded;
+    Kernel(const T* from, Index taps, bool is_reversed) : taps(taps), padded(taps + 2 * TOGETHER_OUT) {
+        for (Index t = 0; t < taps; ++t) padded[TOGETHER_OUT + t] = from[is_reversed ? taps - 1 - t : t];
+    }
+
+    // out_i = or += sum_t kernel_t x_(i + t - c / 2)
+    void apply(const Rows<T>& out, const Rows<T>& x, Index tokens, bool add) const {
+        for (Index i = 0; i < tokens; i += TOGETHER_OUT) {
+            const Index rows = std::min(TOGETHER_OUT, tokens - i), start = i - taps / 2;
+            const Index from = std::max<Index>(start, 0), to = std::min(start + rows + taps - 1, tokens);
+            product(out[i], out.stride, padded.data() + TOGETHER_OUT + from - start, Index(-1), Index(1), x[from], x.stride, rows,
+                    to - from, out.columns, add);
+        }
+    }
+};
+
+// A head's tokens, with rows of whole vectors.
+template <class T>
+Rows<T> rows_of(const Matrix<T>& scratch, const View& view, Index b, Index h, Index tokens) {
+    return fetch(scratch, view, b, h, 0, tokens);
+}
+
+template <class T>
+Index scratch_rows(const ConvolutionCall& c) {
+    return c.channels % LANES<T> ? c.tokens : 0;
+}
+
+template <class T>
+void convolution_forward(const ConvolutionCall& c) {
+    const Index group = c.heads / c.kv_heads;
+#pragma omp parallel num_threads(std::max<int>(c.threads, 1))
+    {
+        Matrix<T> value(scratch_rows<T>(c), c.channels), result(scratch_rows<T>(c), c.channels);
+#pragma omp for schedule(dynamic) collapse(2)
+        for (Index b = 0; b < c.batch; ++b)
+            for (Index h = 0; h < c.heads; ++h) {
+                const Kernel<T> kernel(static_cast<const T*>(c.kernel) + h * c.taps, c.taps, false);
+                const Rows<T> out = rows_of(result, c.out, b, h, c.tokens);
+                kernel.apply(out, rows_of(value, c.value, b, h / group, c.tokens), c.tokens, true);
+                keep(result, out, c.out, b, h, 0, c.tokens);
+            }
+    }
+}
+
+// d_kernel_t = sum_i grad_i . value_(i + t - c / 2)
+template <class T>
+void kernel_gradient(T* to, const Rows<T>& grad, const Rows<T>& value, Index taps, Index tokens) {
+    for (Index first = 0; first < taps; first += TAPS) {
+        const Index n = std::min(TAPS, taps - first), shift = first - taps / 2;
+        Vector<T> sum[TAPS] = {};
+        for (Index i = 0; i < tokens; ++i) {
+            const Index from = std::max<Index>(-(i + shift), 0), end = std::min(n, tokens - i - shift);
+            for (Index j = 0; j < grad.columns; j += LANES<T>) {
+                const Vector<T> g = vector(grad[i] + j);
+                if (from == 0 && end == TAPS)
+                    for (Index t = 0; t < TAPS; ++t) sum[t] += g * vector(value[i + shift + t] + j);
+                else
+                    for (Index t = from; t < end; ++t) sum[t] += g * vector(value[i + shift + t] + j);
+            }
+        }
+        for (Index t = 0; t < n; ++t) to[first + t] = total<T>(sum[t]);
+    }
+}
+
+template <class T>
+void convolution_backward(const ConvolutionCall& c) {
+    const Index group = c.heads / c.kv_heads;
+#pragma omp parallel num_threads(std::max<int>(c.threads, 1))
+    {
+        Matrix<T> value(scratch_rows<T>(c), c.channels), gradient(scratch_rows<T>(c), c.channels);
+        Matrix<T> result(scratch_rows<T>(c), c.channels);
+#pragma omp for schedule(dynamic) collapse(2)
+        for (Index b = 0; b < c.batch; ++b)
+            for (Index kv = 0; kv < c.kv_heads; ++kv) {
+                const Rows<T> x = rows_of(value, c.value, b, kv, c.tokens), d_x = place(result, c.d_value, b, kv, 0);
+                for (Index h = kv * group; h < (kv + 1) * group; ++h) {
+                    const Rows<T> grad = rows_of(gradient, c.grad, b, h, c.tokens);
+                    const Kernel<T> kernel(static_cast<const T*>(c.kernel) + h * c.taps, c.taps, true);
+                    kernel.apply(d_x, grad, c.tokens, h > kv * group);
+                    kernel_gradient(static_cast<T*>(c.d_kernel) + (b * c.heads + h) * c.taps, grad, x, c.taps, c.tokens);
+                }
+                keep(result, d_x, c.d_value, b, kv, 0, c.tokens);
+            }
+    }
+}
+
+}  // namespace subquad
+
+extern "C" {
+void subquad_convolution_forward_float32(const subquad::ConvolutionCall* c) { subquad::convolution_forward<float>(*c); }
+void subquad_convolution_forward_float64(const subquad::ConvolutionCall* c) { subquad::convolution_forward<double>(*c); }
+void subquad_convolution_backward_float32(const subquad::ConvolutionCall* c) { subquad::convolution_backward<float>(*c); }
+void subquad_convolution_backward_float64(const subquad::ConvolutionCall* c) { subquad::convolution_backward<double>(*c); }
+}

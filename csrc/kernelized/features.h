@@ -1,0 +1,145 @@
+// The feature maps, and their way back.
+
+#pragma once
+
+#include <cmath>
+
+#include "kernelized/call.h"
+
+namespace subquad {
+
+constexpr double RELU_SHIFT = 1e-3;
+
+// Brings x to unit length, in place: its largest entry first, or squares would leave the number range. Returns |x|.
+template <class T>
+T normalize(T* x, Index n) {
+    const T most = largest_magnitude(x, n);
+    if (most == 0) return 0;
+    for (Index j = 0; j < n; ++j) x[j] /= most;
+    const T norm = std::sqrt(inner(x, x, n));
+    for (Index j = 0; j < n; ++j) x[j] /= norm;
+    return most * norm;
+}
+
+// phi (n x F) of x (n x D), up to a factor e^b for each row: of a query it cancels, of a key it is in `b`.
+// The keys of SOFTMAX stay exponents, whose level is by channel.
+template <class T>
+void map(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, Index head, bool is_query, T* b) {
+    if (p.kind == EXPONENTIAL || p.kind == RELU) {
+        if (p.call.bias)
+            for (Index i = 0; i < n; ++i) std::memcpy(phi[i], p.call.bias, p.F * sizeof(T));
+        product(phi[0], phi.stride, x[0], x.stride, Index(1), p.weight_t[0], p.weight_t.stride, n, p.D, p.F,
+                p.call.bias != nullptr);
+    }
+    if (p.kind == TRIGONOMETRIC && p.call.weight) {
+        const Matrix<T> unit(n, p.D);
+        for (Index i = 0; i < n; ++i) {
+            std::memcpy(unit[i], x[i], p.D * sizeof(T));
+            normalize(unit[i], p.D);
+        }
+        product(phi[0], phi.stride, unit[0], unit.stride, Index(1), p.weight_t_of(head), p.weight_t.stride, n, p.D, p.angles, false);
+    }
+    for (Index i = 0; i < n; ++i) {
+        T* row = phi[i];
+        switch (p.kind) {
+            case ELU:
+                for (Index j = 0; j < p.D; j += LANES<T>) {
+                    const Vector<T> v = vector(x[i] + j);
+                    vector(row + j) = v > T(0) ? v + T(1) : exponential<T>(v);
+                }
+                break;
+            case IDENTITY:
+                for (Index j = 0; j < p.D; j += LANES<T>) vector(row + j) = vector(x[i] + j) * T(is_query ? p.call.scale : 1);
+                break;
+            case UNIT:
+                std::memcpy(row, x[i], padded<T>(p.D) * sizeof(T));
+                normalize(row, p.D);
+                row[p.D] = 1;
+                break;
+            case EXPONENTIAL: {
+                const T peak = largest(row, p.F);
+                exponentiate(row, p.F, peak);
+                if (!is_query) b[i] = peak + T(p.call.constant) - T(p.call.scale / 2) * inner(x[i], x[i], p.D);
+                break;
+            }
+            case RELU:
+                for (Index j = 0; j < p.F; j += LANES<T>) {
+                    const Vector<T> v = vector(row + j);
+                    vector(row + j) = (v > T(0) ? v : Vector<T>{}) + T(RELU_SHIFT);
+                }
+                break;
+            case TRIGONOMETRIC:
+                for (Index j = 0; j < p.angles; j += LANES<T>) {
+                    Vector<T> sine, cosine;
+                    sine_and_cosine<T>(vector((p.call.weight ? row : x[i]) + j), sine, cosine);
+                    sine *= T(p.call.scale), cosine *= T(p.call.scale);
+                    if (j + LANES<T> <= p.angles) vector(row + j) = sine, vector(row + p.angles + j) = cosine;
+                    else
+                        for (Index k = j; k < p.angles; ++k) row[k] = sine[k - j], row[p.angles + k] = cosine[k - j];
+                }
+                break;
+            case SOFTMAX:
+                std::memcpy(row, x[i], p.D * sizeof(T));
+                if (is_query) {
+                    exponentiate(row, p.F, largest(row, p.F));
+                    std::fill(row + p.F, row + padded<T>(p.F), T(0));
+                    scale(row, 1 / total(row, p.F), p.F);
+                } else if (p.F == 1) {  // one level for all channels: the exponent is the key's own
+                    b[i] = row[0], row[0] = 1;
+                }
+                break;
+        }
+        std::fill(row + p.F, row + padded<T>(p.F), T(0));
+    }
+}
+
+// The gradient of x (n x D) from that of phi (n x F), which is overwritten.
+template <class T>
+void map_back(const Problem<T>& p, const Rows<T>& d_x, const Rows<T>& d_phi, const Rows<T>& phi, const Rows<T>& x, Index n,
+              bool is_query) {
+    for (Index i = 0; i < n; ++i) {
+        T* d = d_phi[i];
+        const T* f = phi[i];
+        switch (p.kind) {
+            case ELU:
+                for (Index j = 0; j < p.D; j += LANES<T>) {
+                    const Vector<T> v = vector(f + j);
+                    vector(d_x[i] + j) = vector(d + j) * (v < T(1) ? v : Vector<T>{} + T(1));
+                }
+                break;
+            case IDENTITY:
+                for (Index j = 0; j < p.D; ++j) d_x[i][j] = d[j] * T(is_query ? p.call.scale : 1);
+                break;
+            case UNIT: {
+                const T along = inner(f, d, p.F) - f[p.D] * d[p.D];
+                std::memcpy(d_x[i], x[i], padded<T>(p.D) * sizeof(T));
+                const T norm = normalize(d_x[i], p.D);
+                for (Index j = 0; j < p.D; ++j) d_x[i][j] = norm == 0 ? T(0) : (d[j] - f[j] * along) / norm;
+                break;
+            }
+            case EXPONENTIAL:
+                for (Index j = 0; j < p.F; j += LANES<T>) vector(d + j) *= vector(f + j);
+                if (!is_query) {
+                    const T factor = -T(p.call.scale) * total(d, p.F);
+                    for (Index j = 0; j < p.D; ++j) d_x[i][j] = factor * x[i][j];
+                }
+                break;
+            case RELU:
+                for (Index j = 0; j < p.F; ++j) d[j] = f[j] > T(RELU_SHIFT) ? d[j] : T(0);
+                break;
+            case TRIGONOMETRIC:
+                for (Index j = 0; j < p.D; ++j) d_x[i][j] = d[j] * f[p.D + j] - d[p.D + j] * f[j];
+                break;
+            case SOFTMAX: {
+                const T along = is_query ? inner(f, d, p.F) : T(0);
+                for (Index j = 0; j < p.F; ++j) d_x[i][j] = f[j] * (d[j] - along);
+                break;
+            }
+        }
+    }
+    if (p.kind == EXPONENTIAL || p.kind == RELU)
+        product(d_x[0], d_x.stride, d_phi[0], d_phi.stride, Index(1), p.weight[0], p.weight.stride, n, p.F, p.D,
+                p.kind == EXPONENTIAL && !is_query);
+}
+
+}  // namespace subquad

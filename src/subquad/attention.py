@@ -1,0 +1,271 @@
+"""`attention`, and `MechanismModule`, which holds a mechanism's weights: the one place where input is checked (see `checks`).
+
+B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv value channels.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subquad import checks
+from subquad.engines.call import Call
+from subquad.errors import InputError, OptionError
+from subquad.families.base import Mechanism, Sizes
+from subquad.families.recomputation import BufferHistory, is_recomputing
+from subquad.registry import require, resolve
+from subquad.state import State
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    method: str | Mechanism = "softmax",
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    state: State | None = None,
+    return_state: bool = False,
+    global_mask: Tensor | None = None,
+) -> Any:
+    """Attention by any mechanism, with the shapes and names of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        query: (B, H, N, D).
+        key, value: (B, K, M, D) and (B, K, M, Dv). K is H, or with `enable_gqa` a divisor of H.
+        method: a name from `subquad.methods()`, or a mechanism with options such as `subquad.Performer(features=128)`.
+        is_causal: query i attends to keys 0 to i, and to everything that `state` holds. Needs N = M.
+        key_padding_mask: (B, M) bool, True for real tokens. The content of the others never matters.
+        attn_mask: bool (True = may attend), or floating point to be added to the scores; broadcasts to (B, H, N, M), where M
+            includes the keys in `state`.
+        scale: replaces the mechanism's own factor on q . k.
+        enable_gqa: allow fewer key-value heads than query heads.
+        dropout_p: probability of dropping an attention weight.
+        state: what an earlier causal call returned; this call continues from it and does not change it.
+        return_state: return `(output, state)`.
+        global_mask: (B, M) bool, for mechanisms with global tokens: True for tokens that attend to all, and all to them.
+
+    Returns:
+        (B, H, N, Dv), zero for queries that may attend to nothing; or `(output, state)`. The dtype is that of the inputs, under
+        autocast too; sums are accumulated in float32 at least.
+
+    Raises:
+        SubquadError: the inputs do not fit together, or the mechanism does not support what is asked for.
+    """
+    mechanism = resolve(method)
+    checks.flag("enable_gqa", enable_gqa)
+    checks.tensors(query, key, value, enable_gqa=enable_gqa)
+    weights: dict[str, Tensor] = {}
+    if mechanism.info.random:
+        sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        weights = _random_buffers(mechanism, *sizes, query.device, dtype, type(query) is Tensor)
+    call = Call(
+        query=query,
+        key=key,
+        value=value,
+        is_causal=is_causal,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
+        scale=scale,
+        dropout_p=dropout_p,
+        state=state,
+        return_state=return_state,
+        global_mask=global_mask,
+        weights=weights,
+    )
+    return _run(mechanism, call, "functional")
+
+
+class MechanismModule(nn.Module):
+    """The buffers and parameters of a mechanism, in a module that is called like `attention`. `Mechanism.build` makes one.
+
+    Args:
+        method: a name or a mechanism.
+        heads, head_dim, kv_heads, value_dim: H, D, K (default H) and Dv (default D).
+        dim: the width of the tokens, for mechanisms that read them.
+    """
+
+    def __init__(
+        self,
+        method: str | Mechanism,
+        *,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        value_dim: int | None = None,
+        dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        value_dim = head_dim if value_dim is None else value_dim
+        checks.sizes(heads=heads, head_dim=head_dim, kv_heads=kv_heads, value_dim=value_dim, dim=1 if dim is None else dim)
+        checks.divides(heads, kv_heads)
+        self.method = resolve(method)
+        self.sizes = Sizes(heads, kv_heads, head_dim, value_dim, dim)
+        self._lender: MechanismModule | None = None
+        self._history = BufferHistory()
+        for name, parameter in self.method.parameters(self.sizes).items():
+            self.register_parameter(name, nn.Parameter(parameter))
+        default = torch.empty(0)  # has the current default device and dtype
+        for name, buffer in self._draw_buffers().items():
+            self.register_buffer(name, _cast(buffer, default.device, default.dtype))
+        self.register_load_state_dict_post_hook(_take_seed)  # type: ignore[no-untyped-call]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, hidden: Tensor | None = None, **options: Any) -> Any:
+        """As `attention`, with its other arguments as `options`, except `method` and `enable_gqa`.
+
+        `hidden` (B, M, dim) are the tokens, for mechanisms that read them.
+        """
+        checks.options(options)
+        checks.tensors(query, key, value, enable_gqa=True)
+        sizes, name = self.sizes, self.method.info.name
+        if (query.shape[1], key.shape[1], query.shape[3]) != (sizes.heads, sizes.kv_heads, sizes.head_dim):
+            raise InputError(
+                f"this {name} module was built for heads={sizes.heads}, kv_heads={sizes.kv_heads}, head_dim={sizes.head_dim}; "
+                f"got query {tuple(query.shape)} and key {tuple(key.shape)}. Build another module for these sizes."
+            )
+        if self.method.fixes_value_dim and value.shape[3] != sizes.value_dim:
+            raise InputError(f"this {name} module was built for value_dim={sizes.value_dim}; got value {tuple(value.shape)}.")
+        checks.hidden(hidden, key, sizes.dim if self.method.reads_tokens else None, name)
+        call = Call(query=query, key=key, value=value, weights=self._weights(), hidden=hidden, **options)
+        if not self.training or not self.method.info.updates or "decode" in call.needs:
+            return _run(self.method, call)
+        if is_recomputing():
+            return _run(self.method, replace(call, weights={**call.weights, **self._history.recall(query)}))
+        result = _run(self.method, call)
+        with torch.no_grad():
+            new = self.method.update(call)
+            self._history.record(query, {name: self.get_buffer(name) for name in new})
+            for name, buffer in new.items():
+                self.get_buffer(name).copy_(buffer)
+        return result
+
+    def borrow_parameters(self, lender: MechanismModule) -> None:
+        """Use the parameters of `lender`, a module of the same mechanism and sizes, which alone saves and trains them."""
+        if lender.method != self.method or lender.sizes != self.sizes:
+            raise InputError(
+                f"parameters can be borrowed from a module of the same mechanism and sizes only; got {lender} for {self}."
+            )
+        for name in list(self._parameters):
+            delattr(self, name)
+        object.__setattr__(self, "_lender", lender)  # not as a submodule, which would list its parameters here again
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {**dict((self._lender or self).named_parameters()), **dict(self.named_buffers())}
+
+    def redraw(self, seed: int) -> None:
+        """Draw the random buffers again, from `seed`. Earlier decode states cannot be continued."""
+        if not self.method.info.random:
+            raise OptionError(f"{self.method.info.name} draws nothing at random, so there is nothing to redraw.")
+        self.method = _with_seed(self.method, seed)
+        for name, drawn in self._draw_buffers().items():
+            self.get_buffer(name).copy_(drawn)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers as in a new module; random parameters are drawn again."""
+        parameters = {} if self._lender else self.method.parameters(self.sizes)
+        return parameters | self._draw_buffers()
+
+    def take_seed(self) -> None:
+        """After weights were loaded: the random buffers come from their seed, so the mechanism must have it too."""
+        if self.method.info.random and not self.get_buffer("seed").is_meta:
+            self.method = _with_seed(self.method, int(self.get_buffer("seed")))
+
+    def _draw_buffers(self) -> dict[str, Tensor]:
+        """What is drawn from the seed, and the seed."""
+        if not self.method.info.random:
+            return {}
+        return {**self.method.buffers(self.sizes), "seed": torch.tensor(self.method.seed)}  # type: ignore[attr-defined]
+
+    def extra_repr(self) -> str:
+        sizes = f"heads={self.sizes.heads}, kv_heads={self.sizes.kv_heads}, head_dim={self.sizes.head_dim}"
+        return f"{self.method}, {sizes}"
+
+
+Mechanism.module_class = MechanismModule
+
+
+def _take_seed(module: MechanismModule, _: object) -> None:
+    module.take_seed()
+
+
+def _with_seed(mechanism: Mechanism, seed: int) -> Mechanism:
+    return replace(mechanism, seed=seed)  # type: ignore[type-var]
+
+
+def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
+    checks.call(call)
+    require(mechanism, (*call.needs, *needs))
+    checks.sharing(mechanism, call.query, call.key)
+    method = described(mechanism, call.scale)
+    if call.state is not None:
+        checks.state(call.state, method, call.key, call.value)
+    with _without_autocast(call.query.device):
+        out, tensors = mechanism.run(call)
+    if not call.return_state:
+        return out
+    assert tensors is not None
+    return out, State(
+        method=method,
+        kv_heads=call.key.shape[1],
+        head_dim=call.key.shape[3],
+        value_dim=call.value.shape[3],
+        dtype=call.key.dtype,
+        length=call.seen + call.key.shape[2],
+        tensors=tensors,
+    )
+
+
+def _random_buffers(
+    mechanism: Mechanism,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    keep: bool,
+) -> dict[str, Tensor]:
+    """The buffers of a mechanism that is called as a function: drawn once, the same in every call.
+
+    `keep` is False for fake tensors, which must not be reused by a later real call.
+    """
+    draw = _draw if keep else _draw.__wrapped__
+    return draw(mechanism, Sizes(heads, kv_heads, head_dim, value_dim), device, dtype)
+
+
+def described(mechanism: Mechanism, scale: float | None) -> str:
+    """What a state belongs to: another mechanism, seed or scale may not continue it."""
+    return repr(mechanism) if scale is None else f"{mechanism!r} with scale={scale}"
+
+
+# As torch.compiler.assume_constant_result does, without its import of the compiler: traced calls take the result as a constant.
+_random_buffers._dynamo_marked_constant = True  # type: ignore[attr-defined]
+described._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=64)
+def _draw(mechanism: Mechanism, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: _cast(drawn, device, dtype) for name, drawn in mechanism.buffers(sizes).items()}
+
+
+def _cast(drawn: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return drawn.to(device, dtype if drawn.is_floating_point() else drawn.dtype)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Engines choose their own precision; autocast would keep their sums in half precision."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

@@ -1,0 +1,1 @@
+"""What the mechanisms of one engine share."""

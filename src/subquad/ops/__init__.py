@@ -1,0 +1,1 @@
+"""The operators: calls into the compiled kernels, and what chooses between those and PyTorch."""
