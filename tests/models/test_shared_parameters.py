@@ -143,5 +143,5 @@ def test_encoder_and_cross_attention_each_have_a_matrix(tmp_path):
 
 def test_parameters_are_lent_between_equals():
     first, second = (sq.Attention(10, 2, sq.Linformer(rank=rank, max_length=COLUMNS)) for rank in (3, 5))
-    with pytest.raises(sq.InputError, match=r"parameters are lent between equals; got .*rank=3.* for .*rank=5"):
+    with pytest.raises(sq.InputError, match=r"of the same mechanism and sizes only; got .*rank=3.* for .*rank=5"):
         second.mechanism.borrow_parameters(first.mechanism)

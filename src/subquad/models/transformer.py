@@ -266,7 +266,7 @@ def _lend(layers: nn.ModuleList) -> None:
             if attention is None or not attention.mechanism.method.shares_parameters:
                 continue
             mechanism = attention.mechanism
-            lender = next((m for m in lenders if m.config == mechanism.method), None)
+            lender = next((m for m in lenders if m.method == mechanism.method), None)
             if lender is None:
                 lenders.append(mechanism)
             else:
