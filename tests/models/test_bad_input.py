@@ -41,7 +41,7 @@ from tests.models.small import causal_lm, config, tokens, translator
         ({"method": {"name": "bigbird", "blok": 3}}, "BigBird has no option 'blok'; did you mean 'block'"),
         ({"method": 3}, "method must be a name or a mechanism"),
         ({"attention_dropout": 0.1, "method": "linear"}, "(?s)layer 0 needs .*dropout.*linear does not support"),
-        ({"position": "alibi", "method": "linear"}, "position='alibi' adds a bias .* linear does not support take .layer 0.: the sum"),
+        ({"position": "alibi", "method": "linear"}, "position='alibi' adds a bias .* linear cannot take .layer 0.: the sum"),
         ({"position": "relative_bias", "method": ["softmax", "local"]}, "local cannot take .layer 1."),
         ({"method": "linear", "cross_method": "local", "add_cross_attention": True}, "(?s)cross-attention of layer 0.*local"),
         ({"method": "nystrom", "is_decoder": True}, "(?s)self-attention of layer 0 needs causal.*Set method to one of these"),

@@ -110,7 +110,7 @@ class Sizes:
 
 
 class Mechanism(ABC):
-    """One attention mechanism with its options: subclass it as a frozen, keyword-only dataclass with an `info`, and write `run`.
+    """An attention mechanism with its options: subclass it as a frozen, keyword-only dataclass with an `info`; write `run`.
 
     It holds no tensors; `subquad.MechanismModule` holds its buffers and parameters.
     """
