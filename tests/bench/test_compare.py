@@ -127,10 +127,10 @@ def test_a_failure_inside_a_cell_is_its_answer():
 
 def test_a_method_off_its_reference_is_not_measured(monkeypatch):
     from subquad.engines import kernelized
-    from subquad.ops import native
+    from subquad.ops import dispatch
 
     monkeypatch.setattr(kernelized, "_normalize", lambda out, count, kernel: out[..., :-1])
-    with native.disabled(), pytest.raises(DisagreementError, match="linear is off its reference by"):
+    with dispatch.disabled(), pytest.raises(DisagreementError, match="linear is off its reference by"):
         require_agreement("linear", SETTING)
     require_agreement("local", SETTING)
 

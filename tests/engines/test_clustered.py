@@ -5,10 +5,10 @@ import torch
 
 import subquad as sq
 from subquad.engines import clustered
-from subquad.ops import native
-from tests.engines.test_native import assert_same, needs_loops, results, tensors, without_loops
+from subquad.ops import dispatch
+from tests.engines.test_native import assert_same, needs_compiled, results, tensors, without_compiled
 
-pytestmark = needs_loops
+pytestmark = needs_compiled
 
 
 @pytest.fixture(params=[1, 2, 5], ids=lambda n: f"{n} threads")
@@ -26,7 +26,7 @@ def padding(length, *shares):
 
 def assert_same_clusters(x, real, clusters, iterations):
     found = clustered.assign(x, real, clusters, iterations)
-    with native.disabled():
+    with dispatch.disabled():
         assert torch.equal(found, clustered.assign(x, real, clusters, iterations))
 
 
@@ -85,7 +85,7 @@ def test_outputs_and_gradients(queries, keys, clusters, topk, kv_heads, has_pads
     if has_pads:
         call["key_padding_mask"] = padding(keys, 0.6, 0.05)
     config = sq.Clustered(clusters=clusters, topk=topk, iterations=3)
-    assert_same(results(config, *given, **call), without_loops(config, *given, **call))
+    assert_same(results(config, *given, **call), without_compiled(config, *given, **call))
 
 
 def test_whole_vectors_in_any_order(threads):
@@ -94,15 +94,16 @@ def test_whole_vectors_in_any_order(threads):
     grad = tensors(250, 250)[3]
     for heads in (4, 1):  # the latter fewer than threads
         given = [x[:1, :heads] for x in (*leaves, grad)]
-        assert_same(results(config, *given), without_loops(config, *given))
+        assert_same(results(config, *given), without_compiled(config, *given))
 
 
 def test_rounding_in_float32():
     config = sq.Clustered(clusters=300, topk=16)  # each query for itself: no choice depends on rounding
-    exact = without_loops(config, *tensors(300, 300, dim=64, value_dim=64))
+    exact = without_compiled(config, *tensors(300, 300, dim=64, value_dim=64))
     given = tensors(300, 300, dim=64, value_dim=64, dtype=torch.float32)
     errors = [
-        [(x.double() - y).norm() for x, y in zip(run(config, *given), exact, strict=True)] for run in (results, without_loops)
+        [(x.double() - y).norm() for x, y in zip(run(config, *given), exact, strict=True)]
+        for run in (results, without_compiled)
     ]
     assert all(ours <= 2 * theirs for ours, theirs in zip(*errors, strict=True))
 
@@ -113,7 +114,7 @@ def test_of_equal_keys_the_first_are_weighed(keys):
     with torch.no_grad():
         k[:, :, 5:, 1:], k[:, :, 5:, 0] = 0.0, 1.0  # one product each, which no order of sums can round otherwise
     config = sq.Clustered(clusters=6, topk=9)
-    assert_same(results(config, q, k, v, grad), without_loops(config, q, k, v, grad))
+    assert_same(results(config, q, k, v, grad), without_compiled(config, q, k, v, grad))
 
 
 def test_a_nan_stays_in_its_head():
@@ -137,7 +138,7 @@ def test_second_derivatives():
         return torch.autograd.grad(sum(x.square().sum() for x in first), (grad, q, k, v))
 
     found = second()
-    with native.disabled():
+    with dispatch.disabled():
         expected = second()
     assert_same(found, expected)
 
@@ -146,6 +147,6 @@ def test_only_the_gradients_asked_for():
     q, k, v, grad = tensors(20, 20)
     config = sq.Clustered(clusters=3, topk=2)
     (found,) = torch.autograd.grad(sq.attention(q.detach(), k, v.detach(), config), k, grad)
-    with native.disabled():
+    with dispatch.disabled():
         (expected,) = torch.autograd.grad(sq.attention(q, k, v, config), k, grad)
     torch.testing.assert_close(found, expected)

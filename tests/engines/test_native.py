@@ -1,17 +1,15 @@
-"""The compiled loops against the PyTorch code that they stand for."""
+"""The compiled kernels against their PyTorch fallbacks."""
 
 import platform
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import subquad as sq
 from subquad.engines.convolution import add_convolved
-from subquad.ops import kernelized, native
-from subquad.ops.hugepages import large_pages
+from subquad.ops import dispatch, hugepages, kernelized, native_library
 
 CONFIGS = [
     sq.Linear(),
@@ -26,25 +24,29 @@ CONFIGS = [
 ]
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
 both_directions = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-needs_loops = pytest.mark.skipif(native.library() is None, reason="the loops are not compiled here")
+needs_compiled = pytest.mark.skipif(native_library.load() is None, reason="the kernels are not compiled here")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not sys.platform.startswith("linux"), reason="about x86-64 on Linux")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="no kernels for this processor")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
-def test_they_are_there_where_they_can_be():
-    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        assert native.library() is not None
+def test_the_library_is_there_where_it_can_be():
+    assert native_library.load() is not None
 
 
-def test_loops_of_other_sources_are_not_used(tmp_path, monkeypatch):
-    folder = tmp_path / "native"
-    shutil.copytree(Path(native.__file__).parent, folder)
-    monkeypatch.setattr(native, "__file__", str(folder / "__init__.py"))
-    is_there = native.library.__wrapped__() is not None
-    (folder / "vectors.h").write_text("// another")
-    if is_there:
-        with pytest.warns(UserWarning, match="is of other sources"):
-            assert native.library.__wrapped__() is None
+@needs_compiled
+def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
+    load = native_library.load.__wrapped__
+    shutil.copytree(native_library._SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(native_library, "_SOURCES", tmp_path / "csrc")
+    assert load() is not None
+    (tmp_path / "csrc" / "common" / "vectors.h").write_text("// another")
+    with pytest.warns(
+        UserWarning, match="was compiled from other sources than those in csrc, so subquad falls back to PyTorch"
+    ):
+        assert load() is None
+    shutil.rmtree(tmp_path / "csrc")  # as in an installed wheel
+    assert load() is not None
 
 
 def tensors(queries, keys, *, heads=4, kv_heads=4, dim=17, value_dim=13, dtype=torch.float64, scale=1.0, seed=0):
@@ -65,8 +67,8 @@ def results(config, q, k, v, grad, **call):
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad, materialize_grads=True)
 
 
-def without_loops(config, *given, **call):
-    with native.disabled():
+def without_compiled(config, *given, **call):
+    with dispatch.disabled():
         return results(config, *given, **call)
 
 
@@ -76,42 +78,42 @@ def assert_same(found, expected, within=1e-11):
         torch.testing.assert_close(x, y, rtol=0, atol=float(within * size), msg=lambda found, name=name: f"{name}: {found}")
 
 
-@needs_loops
+@needs_compiled
 @every_config
 @both_directions
 @pytest.mark.parametrize("length", [1, 7, 48, 49, 131])
 def test_outputs_and_gradients(config, is_causal, length):
     given = tensors(length, length)
-    assert_same(results(config, *given, is_causal=is_causal), without_loops(config, *given, is_causal=is_causal))
+    assert_same(results(config, *given, is_causal=is_causal), without_compiled(config, *given, is_causal=is_causal))
 
 
-@needs_loops
+@needs_compiled
 @every_config
 @pytest.mark.parametrize(("queries", "keys"), [(5, 200), (200, 5), (50, 0)])
 def test_another_sequence(config, queries, keys):
     given = tensors(queries, keys)
-    assert_same(results(config, *given), without_loops(config, *given))
+    assert_same(results(config, *given), without_compiled(config, *given))
 
 
-@needs_loops
+@needs_compiled
 @every_config
 @both_directions
 def test_one_channel(config, is_causal):
     given = tensors(61, 61, dim=1)
-    assert_same(results(config, *given, is_causal=is_causal), without_loops(config, *given, is_causal=is_causal))
+    assert_same(results(config, *given, is_causal=is_causal), without_compiled(config, *given, is_causal=is_causal))
 
 
-@needs_loops
+@needs_compiled
 @both_directions
 def test_quotients_of_numbers_whose_inverse_is_infinite(is_causal):
     q, k, v, _ = (x.detach() for x in tensors(100, 100, dim=16, dtype=torch.float32, scale=30.0))
-    with native.disabled():
+    with dispatch.disabled():
         expected = sq.attention(q, k, v, "performer", is_causal=is_causal)
     found = sq.attention(q, k, v, "performer", is_causal=is_causal)
     assert torch.equal(found.isfinite(), expected.isfinite())
 
 
-@needs_loops
+@needs_compiled
 @every_config
 @both_directions
 def test_pads_shared_heads_and_whole_vectors(config, is_causal):
@@ -124,32 +126,34 @@ def test_pads_shared_heads_and_whole_vectors(config, is_causal):
     call = {"is_causal": is_causal, "enable_gqa": True, "key_padding_mask": mask}
     found = results(config, q, k, v, grad, **call)
     assert all(x.isfinite().all() for x in found)
-    assert_same(found, without_loops(config, q, k, v, grad, **call))
+    assert_same(found, without_compiled(config, q, k, v, grad, **call))
 
 
-@needs_loops
+@needs_compiled
 @every_config
 @both_directions
 def test_large_inputs(config, is_causal):
     """Levels rise by hundreds inside a chunk."""
     given = tensors(150, 150, scale=25.0)
-    assert_same(results(config, *given, is_causal=is_causal), without_loops(config, *given, is_causal=is_causal), within=1e-8)
+    assert_same(
+        results(config, *given, is_causal=is_causal), without_compiled(config, *given, is_causal=is_causal), within=1e-8
+    )
 
 
-@needs_loops
+@needs_compiled
 @every_config
 @both_directions
 def test_rounding_in_float32(config, is_causal):
-    exact = without_loops(config, *tensors(300, 300, dim=64, value_dim=64), is_causal=is_causal)
+    exact = without_compiled(config, *tensors(300, 300, dim=64, value_dim=64), is_causal=is_causal)
     given = tensors(300, 300, dim=64, value_dim=64, dtype=torch.float32)
     errors = [
         [(x.double() - y).norm() for x, y in zip(run(config, *given, is_causal=is_causal), exact, strict=True)]
-        for run in (results, without_loops)
+        for run in (results, without_compiled)
     ]
     assert all(ours <= 2 * theirs for ours, theirs in zip(*errors, strict=True))
 
 
-@needs_loops
+@needs_compiled
 @every_config
 @both_directions
 def test_tokens_before_heads(config, is_causal):
@@ -158,10 +162,10 @@ def test_tokens_before_heads(config, is_causal):
     grad = tensors(90, 90)[3]
     found = results(config, *given, grad, is_causal=is_causal)
     assert found[0].transpose(1, 2).is_contiguous()
-    assert_same(found, without_loops(config, *given, grad, is_causal=is_causal))
+    assert_same(found, without_compiled(config, *given, grad, is_causal=is_causal))
 
 
-@needs_loops
+@needs_compiled
 @every_config
 @both_directions
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
@@ -174,17 +178,17 @@ def test_fewer_sequences_than_threads(config, is_causal, threads):
         found = sq.attention(q, k, v, config, is_causal=is_causal)
     finally:
         torch.set_num_threads(before)
-    with native.disabled():
+    with dispatch.disabled():
         expected = sq.attention(q, k, v, config, is_causal=is_causal)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
-@needs_loops
+@needs_compiled
 @every_config
 @pytest.mark.parametrize("order", [(True, False), (False, True), (True, True)], ids=str)
 def test_states_go_from_one_to_the_other(config, order):
     q, k, v = (x.detach() for x in tensors(130, 130)[:3])
-    with native.disabled():
+    with dispatch.disabled():
         whole = sq.attention(q, k, v, config, is_causal=True)
     found, state = [], None
     for piece, is_compiled in zip((slice(0, 77), slice(77, 130)), order, strict=True):
@@ -193,13 +197,13 @@ def test_states_go_from_one_to_the_other(config, order):
         if is_compiled:
             out, state = sq.attention(*parts, config, **call)
         else:
-            with native.disabled():
+            with dispatch.disabled():
                 out, state = sq.attention(*parts, config, **call)
         found.append(out)
     torch.testing.assert_close(torch.cat(found, 2), whole, rtol=0, atol=1e-11)
 
 
-@needs_loops
+@needs_compiled
 @every_config
 @both_directions
 def test_second_derivatives(config, is_causal):
@@ -212,17 +216,17 @@ def test_second_derivatives(config, is_causal):
         )
 
     found = second()
-    with native.disabled():
+    with dispatch.disabled():
         expected = second()
     assert_same(found, expected)
 
 
-@needs_loops
+@needs_compiled
 def test_only_the_gradients_asked_for():
     q, k, v, grad = tensors(20, 20)
     out = sq.attention(q.detach(), k, v.detach(), "linear")
     (found,) = torch.autograd.grad(out, k, grad)
-    with native.disabled():
+    with dispatch.disabled():
         (expected,) = torch.autograd.grad(sq.attention(q, k, v, "linear"), k, grad)
     torch.testing.assert_close(found, expected)
 
@@ -230,7 +234,7 @@ def test_only_the_gradients_asked_for():
 BUCKETED = [sq.Reformer(chunk=8), sq.Reformer(), sq.Routing(clusters=5, chunk=8), sq.Routing(clusters=2, chunk=5)]
 
 
-@needs_loops
+@needs_compiled
 @both_directions
 @pytest.mark.parametrize("config", BUCKETED, ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -252,7 +256,7 @@ def test_buckets(config, is_causal, kv_heads, length, has_pads):
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
     found = run()
-    with native.disabled():
+    with dispatch.disabled():
         expected = run()
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
@@ -274,7 +278,7 @@ SPARSE = [
 every_sparse = pytest.mark.parametrize("config", SPARSE, ids=str)
 
 
-@needs_loops
+@needs_compiled
 @both_directions
 @every_sparse
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -285,10 +289,10 @@ def test_tiles(config, is_causal, kv_heads, length, has_pads):
     call = {"is_causal": is_causal, "enable_gqa": kv_heads != 4}
     if has_pads:
         call["key_padding_mask"] = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) > 0.3
-    assert_same(results(config, q, k, v, grad, **call), without_loops(config, q, k, v, grad, **call))
+    assert_same(results(config, q, k, v, grad, **call), without_compiled(config, q, k, v, grad, **call))
 
 
-@needs_loops
+@needs_compiled
 @both_directions
 @every_sparse
 @pytest.mark.parametrize("threads", [1, 2, 7])
@@ -301,23 +305,23 @@ def test_tiles_of_one_sequence_for_several_threads(config, is_causal, threads):
         found = results(config, q, k, v, grad, is_causal=is_causal)
     finally:
         torch.set_num_threads(before)
-    assert_same(found, without_loops(config, q, k, v, grad, is_causal=is_causal))
+    assert_same(found, without_compiled(config, q, k, v, grad, is_causal=is_causal))
 
 
-@needs_loops
+@needs_compiled
 @both_directions
 @every_sparse
 def test_rounding_of_tiles_in_float32(config, is_causal):
-    exact = without_loops(config, *tensors(300, 300, dim=64, value_dim=64), is_causal=is_causal)
+    exact = without_compiled(config, *tensors(300, 300, dim=64, value_dim=64), is_causal=is_causal)
     given = tensors(300, 300, dim=64, value_dim=64, dtype=torch.float32)
     errors = [
         [(x.double() - y).norm() for x, y in zip(run(config, *given, is_causal=is_causal), exact, strict=True)]
-        for run in (results, without_loops)
+        for run in (results, without_compiled)
     ]
     assert all(ours <= 2 * theirs for ours, theirs in zip(*errors, strict=True))
 
 
-@needs_loops
+@needs_compiled
 @every_sparse
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_nan_is_not_lost(config, where):
@@ -335,7 +339,7 @@ def test_nan_is_not_lost(config, where):
         assert found[sees].all()
 
 
-@needs_loops
+@needs_compiled
 @both_directions
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("has_pads", [False, True], ids=["whole", "padded"])
@@ -352,13 +356,13 @@ def test_sines_and_cosines(is_causal, kv_heads, has_pads, features):
         return out.detach(), *torch.autograd.grad(out, (q, k, v, *mechanism.parameters()), grad)
 
     found = run()
-    with native.disabled():
+    with dispatch.disabled():
         expected = run()
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
-@needs_loops
+@needs_compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1.0, 1e3, 1e5, 1e9])
 def test_sines_of_large_angles(dtype, size):
@@ -371,7 +375,7 @@ def test_sines_of_large_angles(dtype, size):
     torch.testing.assert_close(sums["S"][..., 0], expected[0], rtol=0, atol=2 * torch.finfo(dtype).eps)
 
 
-@needs_loops
+@needs_compiled
 @pytest.mark.parametrize("taps", [1, 5, 33])
 @pytest.mark.parametrize("length", [1, 3, 40, 131])
 @pytest.mark.parametrize(("kv_heads", "dim"), [(4, 8), (2, 13)])
@@ -388,7 +392,7 @@ def test_convolution(taps, length, kv_heads, dim):
         return out.detach(), *torch.autograd.grad(out, (before, value, kernel), grad)
 
     found = run()
-    with native.disabled():
+    with dispatch.disabled():
         expected = run()
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
@@ -399,12 +403,53 @@ def test_convolution(taps, length, kv_heads, dim):
 def test_everything_runs_without_them(monkeypatch):
     q, k, v, _ = tensors(20, 20)
     expected = sq.attention(q, k, v, "performer", is_causal=True)
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native_library, "load", lambda: None)
     torch.testing.assert_close(sq.attention(q, k, v, "performer", is_causal=True), expected)
 
 
-def test_large_pages_leave_the_tensor_as_it_is():
-    x = torch.randn(2**20 + 7)
-    assert torch.equal(large_pages(x.clone()), x)
-    fake = torch.empty(2**22, device="meta")
-    assert large_pages(fake) is fake
+class _Madvise:
+    """Stands for the system call, and keeps the ranges it was given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+
+
+@pytest.fixture
+def madvise(monkeypatch):
+    advised = _Madvise()
+    monkeypatch.setattr(hugepages, "_madvise", lambda: advised)
+    return advised
+
+
+@pytest.mark.parametrize("offset", [0, 3], ids=["whole", "slice"])
+def test_huge_pages_are_asked_for_on_the_whole_pages_of_a_large_tensor(madvise, offset):
+    x = torch.randn(2**20 + 2048)[offset:]
+    expected = x.clone()
+    assert hugepages.advise_huge_pages(x) is x
+    assert torch.equal(x, expected)
+    [(start, length, advice)] = madvise.calls
+    assert advice == 14  # MADV_HUGEPAGE
+    assert start % 4096 == length % 4096 == 0
+    assert 0 <= start - x.data_ptr() < 4096
+    assert 0 <= (x.data_ptr() + x.nbytes) - (start + length) < 4096
+
+
+@pytest.mark.parametrize("x", [torch.empty(2**20 - 1), torch.empty(2**22, device="meta")], ids=["small", "meta"])
+def test_no_huge_pages_for_small_tensors_and_those_without_memory(madvise, x):
+    assert hugepages.advise_huge_pages(x) is x
+    assert not madvise.calls
+
+
+@needs_compiled
+def test_the_output_of_a_compiled_kernel_is_on_huge_pages(madvise):
+    q, k, v = torch.randn(3, 1, 1, 2**16, 16).unbind(0)
+    out = sq.attention(q, k, v, "linear")
+    assert any(start - out.data_ptr() < 4096 and length >= out.nbytes - 8192 for start, length, _ in madvise.calls)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is a Linux call")
+def test_the_system_call_is_found():
+    assert hugepages._madvise()(4097, 4096, 14) == -1  # refused: an address inside a page

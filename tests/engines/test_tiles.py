@@ -7,7 +7,7 @@ import subquad as sq
 from subquad import reference
 from subquad.engines.block_sparse import softmax as tiles
 from subquad.engines.block_sparse.plan import BARRED, Part, Tile
-from subquad.ops import native
+from subquad.ops import dispatch, native_library
 from tests.harness import Largest, assert_close
 
 CONFIGS = [
@@ -38,7 +38,7 @@ def results(config, is_causal, length=130):
 @every_config
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_plain_path_equals_the_fused_one(config, is_causal, monkeypatch):
-    with native.disabled():
+    with dispatch.disabled():
         fused = results(config, is_causal)
         monkeypatch.setattr(tiles, "_is_fused", lambda query, key: False)
         plain = results(config, is_causal)
@@ -52,7 +52,7 @@ def test_pieces_equal_the_whole(config, is_causal, monkeypatch):
     whole = results(config, is_causal)
     monkeypatch.setattr(tiles, "_PIECE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    with native.disabled():
+    with dispatch.disabled():
         pieces = results(config, is_causal)
     for ours, theirs in zip(pieces, whole, strict=True):
         assert_close(ours, theirs)
@@ -61,7 +61,7 @@ def test_pieces_equal_the_whole(config, is_causal, monkeypatch):
 @pytest.mark.parametrize("kernel", ["loops", "fused", "plain"])
 def test_a_query_whose_every_pair_is_barred(kernel, monkeypatch):
     if kernel != "loops":
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native_library, "load", lambda: None)
     if kernel == "plain":
         monkeypatch.setattr(tiles, "_is_fused", lambda query, key: False)
     q, k, v = (torch.randn(1, 1, *n, 4, dtype=torch.float64, requires_grad=True) for n in ((1, 3), (5,), (5,)))
@@ -79,7 +79,7 @@ def test_a_query_whose_every_pair_is_barred(kernel, monkeypatch):
 def test_parts_may_show_a_query_several_times(kernel, monkeypatch):
     """Rows that `place` repeats are merged, and row N is forgotten."""
     if kernel != "loops":
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native_library, "load", lambda: None)
     q, k, v = (torch.randn(1, 1, *n, 4, dtype=torch.float64) for n in ((1, 2), (6,), (6,)))
     split = Part(
         torch.cat([q, q, q[:, :, :, :1]], dim=3),
@@ -107,7 +107,7 @@ def test_large_scores_choose_the_same_pairs():
 @pytest.mark.parametrize("kernel", ["loops", "pytorch"])
 def test_nothing_larger_than_linear(config, grad, kernel, monkeypatch):
     if kernel != "loops":
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native_library, "load", lambda: None)
     length, dim = 20_000, 8
     q, k, v = (torch.randn(1, 1, length, dim, requires_grad=grad) for _ in range(3))
     k = q if config.shares_query_and_key else k
@@ -182,7 +182,7 @@ def test_channels_that_are_not_side_by_side(config, with_loops):
     def attend(*given):
         if with_loops:
             return sq.attention(*given, config)
-        with native.disabled():
+        with dispatch.disabled():
             return sq.attention(*given, config)
 
     together = [x.contiguous() for x in (q, k, v)]

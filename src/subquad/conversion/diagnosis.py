@@ -28,7 +28,7 @@ from subquad.conversion import record as records
 from subquad.conversion.activations import Batch, Seen, is_causal_lm, last_states, real_tokens, run, watchable
 from subquad.conversion.swap import every_mechanism, mechanisms
 from subquad.errors import InputError
-from subquad.ops.precision import widen
+from subquad.ops.precision import upcast
 
 LEAST = 64  # tokens of a calibration set
 _WEIGHED = 256  # tokens of a sequence whose weights are compared
@@ -157,7 +157,7 @@ def tokens_of(batch: Batch) -> int:
 
 def head_errors(seen: Seen, output: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of squares (H,) over real queries: of the difference to what was seen, and of what was seen."""
-    output, expected = widen(output), widen(seen.output)
+    output, expected = upcast(output), upcast(seen.output)
     squares = [(output - expected).square(), expected.square()]
     if seen.real is not None:
         squares = [x * seen.real[:, None, :, None] for x in squares]

@@ -27,8 +27,8 @@ from subquad.engines.block_sparse.key_sets import Blocks, Tokens
 from subquad.engines.block_sparse.plan import BARRED, Part, Tile
 from subquad.masks import zero_pads
 from subquad.ops import bucketed as compiled
-from subquad.ops import native
-from subquad.ops.precision import is_recorded
+from subquad.ops import dispatch
+from subquad.ops.precision import needs_gradient
 from subquad.state import StateTensors
 
 
@@ -84,7 +84,7 @@ def _whole(
     if mask is not None:
         query_bucket, key_bucket = (t.masked_fill(~mask[:, None, None], rule.buckets) for t in (query_bucket, key_bucket))
     rule = replace(rule, chunk=min(rule.chunk, query.shape[2]))
-    if native.can_take(query, key, value, query_bucket, key_bucket):
+    if dispatch.can_use_compiled(query, key, value, query_bucket, key_bucket):
         return compiled.attend(query, key, value, query_bucket, key_bucket, asdict(rule), scale).to(query.dtype)
     group = query.shape[1] // key.shape[1]
     outs = []
@@ -270,7 +270,7 @@ def _remember(
         "number": position[:, None, :, None].expand(-1, key.shape[1], -1, -1),
         "bucket": bucket.mT,  # (B, K, n, R)
     }
-    recorded = is_recorded(query, key, value)
+    recorded = needs_gradient(query, key, value)
     return {**store.append(state, rows, recorded), "count": count + key.shape[2]}
 
 

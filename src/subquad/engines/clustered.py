@@ -26,9 +26,9 @@ from torch import Tensor
 
 from subquad.masks import zero_pads
 from subquad.ops import clustered as compiled
-from subquad.ops import native
-from subquad.ops.again import again
-from subquad.ops.precision import is_recorded, widen
+from subquad.ops import dispatch
+from subquad.ops.double_backward import recomputed_gradients
+from subquad.ops.precision import needs_gradient, upcast
 
 # Numbers worked on at a time: so few that they stay in cache, so many that the operations outweigh their calls.
 _PIECE = 2**19
@@ -54,14 +54,14 @@ def attend(
     if queries == 0 or keys == 0:
         return query.new_zeros(*query.shape[:3], value.shape[-1]) + value.sum()  # 0, and the graph is kept
     real = key_padding_mask if queries == keys else None
-    q = widen(query)
+    q = upcast(query)
     assignment = assign(q @ projection.to(q.dtype).mT, real, min(clusters, queries), iterations)  # (B, H, N)
     key, value = (zero_pads(x.to(q.dtype), key_padding_mask) for x in (key, value))
     given = (q, key, value, assignment, key_padding_mask, real)
     sizes = _Sizes(min(clusters, queries), min(topk, keys), scale)
-    if not native.can_take(*given):
+    if not dispatch.can_use_compiled(*given):
         return _by_pytorch(*given, sizes).to(query.dtype)
-    if is_recorded(q, key, value):
+    if needs_gradient(q, key, value):
         return _Compiled.apply(*given, sizes)[0].to(query.dtype)  # type: ignore[no-untyped-call]
     return compiled.forward(*given, **asdict(sizes))[0].to(query.dtype)
 
@@ -73,7 +73,7 @@ def assign(x: Tensor, real: Tensor | None, clusters: int, iterations: int) -> Te
     Only the `real` (B, N) codes shape clusters. A row of n of them starts from those of rank floor(c n / C), C being `clusters`
     or n if that is less.
     """
-    if native.can_take(x, real):
+    if dispatch.can_use_compiled(x, real):
         return compiled.assign(x, real, clusters, iterations)
     code = _sign(x)
     first, precedence = _start(code, real, clusters)
@@ -121,13 +121,13 @@ class _Compiled(torch.autograd.Function):
             return *compiled.backward(grad, *ctx.saved_tensors, scale=ctx.sizes.scale), None, None, None, None
         query, key, value, assignment, mask, real = ctx.saved_tensors[:6]
         run = partial(_by_pytorch, query, key, value, assignment, mask, real, ctx.sizes)
-        return *again(run, (query, key, value), ctx.needs_input_grad[:3], grad), None, None, None, None
+        return *recomputed_gradients(run, (query, key, value), ctx.needs_input_grad[:3], grad), None, None, None, None
 
 
 def _by_pytorch(
     query: Tensor, key: Tensor, value: Tensor, assignment: Tensor, mask: Tensor | None, real: Tensor | None, sizes: _Sizes
 ) -> Tensor:
-    whole = is_recorded(query, key, value)
+    whole = needs_gradient(query, key, value)
     count = _sums(zero_pads(torch.ones_like(query[..., :1]), real), assignment, sizes.clusters)
     centroid = _sums(zero_pads(query, real), assignment, sizes.clusters) / count.clamp(min=1)  # (B, H, C, D)
     source = _Source(key, value, mask, sizes.scale)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.ops import convolution as compiled
-from subquad.ops import native
+from subquad.ops import dispatch
 
 
 def add_convolved(out: Tensor, value: Tensor, kernel: Tensor) -> Tensor:
@@ -18,6 +18,6 @@ def add_convolved(out: Tensor, value: Tensor, kernel: Tensor) -> Tensor:
     Where no graph is recorded, `out` itself may take the sum.
     """
     kernel = kernel.to(value.dtype)
-    if native.can_take(out, value, kernel):
+    if dispatch.can_use_compiled(out, value, kernel):
         return compiled.add_convolved(out, value, kernel)
     return out + F.conv2d(value, kernel[:, None, :, None], padding=(kernel.shape[1] // 2, 0), groups=value.shape[1])

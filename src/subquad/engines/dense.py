@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.masks import causal, zero_pads
-from subquad.ops.precision import is_recorded, wide, widen
+from subquad.ops.precision import compute_dtype, needs_gradient, upcast
 from subquad.state import GrowingTensor, StateTensors
 
 _FEW = 256  # keys: in bfloat16, float32 took 0.35 to 0.6 of the time for 64 of them, as much for 512, more for 1,024
@@ -34,7 +34,7 @@ def attend(
     state: StateTensors = {}
     if past is not None or return_state:
         past, new = past or {}, key
-        recorded = is_recorded(query, key, value)
+        recorded = needs_gradient(query, key, value)
         key = _grow(state, past, "key", key, recorded)
         value = _grow(state, past, "value", value, recorded)
         seen = key.shape[-2] - new.shape[-2]
@@ -57,8 +57,8 @@ def attend(
         query = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # (B, K, G N, D)
     dtype = query.dtype
     if _is_slow_in_half(query, key, value):
-        query, key, value = widen(query), widen(key), widen(value)
-        mask = mask if mask is None or mask.dtype == torch.bool else widen(mask)
+        query, key, value = upcast(query), upcast(key), upcast(value)
+        mask = mask if mask is None or mask.dtype == torch.bool else upcast(mask)
     out = F.scaled_dot_product_attention(
         query,
         key,
@@ -76,8 +76,8 @@ def attend(
 
 def _is_slow_in_half(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the fused kernel's gradients take longer than in float32: of few keys on a CPU they do."""
-    is_half = query.device.type == "cpu" and query.dtype != wide(query)
-    return is_half and key.shape[-2] <= _FEW and is_recorded(query, key, value)
+    is_half = query.device.type == "cpu" and query.dtype != compute_dtype(query)
+    return is_half and key.shape[-2] <= _FEW and needs_gradient(query, key, value)
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:

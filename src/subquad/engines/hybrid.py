@@ -34,7 +34,7 @@ from torch import Tensor
 from subquad.engines.chunk_weights import CHUNK
 from subquad.engines.kernelized import Sums, scan
 from subquad.masks import put_back, real_first, take_tokens, zero_pads
-from subquad.ops.precision import is_recorded, widen
+from subquad.ops.precision import needs_gradient, upcast
 from subquad.state import StateTensors
 
 _PIECE = 2**20  # pairs worked on at a time, where no graph is recorded
@@ -124,7 +124,7 @@ def _nothing(key: Tensor, value: Tensor, kernel: Kernel, room: int) -> Sums:
     """
     heads, width = key.shape[:2], value.shape[3]
     return {
-        "S": widen(value).new_zeros(*heads, kernel.features, width + 1),
+        "S": upcast(value).new_zeros(*heads, kernel.features, width + 1),
         "key": key.new_zeros(*heads, room, key.shape[3]),
         "value": value.new_zeros(*heads, room, width),
         "count": torch.zeros(key.shape[0], dtype=torch.int64, device=key.device),
@@ -135,7 +135,7 @@ def _join(state: Sums, key: Tensor, value: Tensor, real: Tensor, kernel: Kernel)
     room = state["key"].shape[2]
     kept = torch.arange(room, device=key.device) >= room - state["count"][:, None]
     real = torch.cat([kept, real], dim=1)
-    key, value = (widen(torch.cat(pair, dim=2)) for pair in ((state["key"], key), (state["value"], value)))
+    key, value = (upcast(torch.cat(pair, dim=2)) for pair in ((state["key"], key), (state["value"], value)))
     ones = value.new_ones(*value.shape[:3], 1)
     return _Keys(key, kernel.key(key) * real[:, None, :, None], torch.cat([value, ones], dim=-1), real)
 
@@ -151,12 +151,12 @@ def _output(query: Tensor, keys: _Keys, S: Tensor | None, kernel: Kernel, is_cau
     size = length if S is None else min(CHUNK, length)
     chunks, front = -(-length // size), keys.key.shape[2] - length
     reach = front if is_causal else 2 * front
-    query = F.pad(widen(query), (0, 0, 0, chunks * size - length))
+    query = F.pad(upcast(query), (0, 0, 0, chunks * size - length))
     keys = keys.padded(chunks * size + reach)
     beyond = None if S is None else _beyond(keys, S, chunks, size, reach, is_causal)
 
     at_once, recorded = chunks, (query, keys.key, keys.phi, keys.value, kernel.log_mix, *([] if S is None else [S]))
-    if not is_recorded(*recorded) and not torch.compiler.is_compiling():
+    if not needs_gradient(*recorded) and not torch.compiler.is_compiling():
         at_once = max(_PIECE // max(query.shape[0] * query.shape[1] * size * (size + reach), 1), 1)
     apart = torch.arange(size, device=query.device)[:, None] + front - torch.arange(size + reach, device=query.device)  # i - j
     outs = []

@@ -35,11 +35,11 @@ from subquad.engines.chunk_weights import (
     lowest,
 )
 from subquad.masks import zero_pads
+from subquad.ops import dispatch
 from subquad.ops import kernelized as compiled
-from subquad.ops import native
-from subquad.ops.again import again
+from subquad.ops.double_backward import recomputed_gradients
 from subquad.ops.kernelized import Map
-from subquad.ops.precision import is_recorded, widen
+from subquad.ops.precision import needs_gradient, upcast
 from subquad.state import StateTensors
 
 Normalizer = Literal["sum", "signed", "mean", "none", "channel"]
@@ -127,22 +127,22 @@ def _by_pytorch(
 
 def _is_compiled(query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, sums: Sums, return_state: bool) -> bool:
     """Whether the compiled loops do this: they have no gradients of states and of what the maps read."""
-    if kernel.compiled is None or not native.can_take(query, key, value, *kernel.weights, *sums.values()):
+    if kernel.compiled is None or not dispatch.can_use_compiled(query, key, value, *kernel.weights, *sums.values()):
         return False
     has_state = return_state or bool(sums)
     learned = () if kernel.project is None else kernel.weights
-    if kernel.project is None and is_recorded(*kernel.weights):
+    if kernel.project is None and needs_gradient(*kernel.weights):
         return False
-    return not (has_state and is_recorded(query, key, value, *learned, *sums.values()))
+    return not (has_state and needs_gradient(query, key, value, *learned, *sums.values()))
 
 
 def _by_loops(
     query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, is_causal: bool, key_padding_mask: Tensor | None, sums: Sums
 ) -> Tensor:
     """The output; `sums` take the keys in, where no graph is recorded."""
-    if kernel.project is not None and is_recorded(query, key, value, *kernel.weights):
+    if kernel.project is not None and needs_gradient(query, key, value, *kernel.weights):
         query, key, kernel = _project(query, zero_pads(key, key_padding_mask), kernel)
-    if is_recorded(query, key, value):
+    if needs_gradient(query, key, value):
         return _Compiled.apply(query, key, value, key_padding_mask, kernel, is_causal)[0]  # type: ignore[no-untyped-call]
     out, after, _ = compiled.forward(
         query, key, value, key_padding_mask, **_loops(kernel, is_causal), past=sums, return_sums=True
@@ -154,10 +154,10 @@ def _by_loops(
 def _project(query: Tensor, key: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor, Kernel]:
     """Queries and keys projected at once, which autograd records, and the kernel of what is left to do."""
     assert kernel.compiled is not None
-    groups = widen(query).unflatten(1, (key.shape[1], -1))  # (B, K, G, n, D)
+    groups = upcast(query).unflatten(1, (key.shape[1], -1))  # (B, K, G, n, D)
     query = kernel.projected(groups.flatten(2, 3)).unflatten(2, groups.shape[2:4]).flatten(1, 2)
     left = replace(kernel, project=None, weights=(), compiled=replace(kernel.compiled, weight=None))
-    return query, kernel.projected(widen(key)), left
+    return query, kernel.projected(upcast(key)), left
 
 
 def _loops(kernel: Kernel, is_causal: bool) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class _Compiled(torch.autograd.Function):
             grads = compiled.backward(grad, query, key, value, mask, out, divisors, before, **loops)
             return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None, None
         run = partial(_by_pytorch, query, key, value, ctx.kernel, ctx.is_causal, mask, {})
-        return *again(run, (query, key, value), ctx.needs_input_grad[:3], grad), None, None, None
+        return *recomputed_gradients(run, (query, key, value), ctx.needs_input_grad[:3], grad), None, None, None
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,8 @@ class _Keys:
 
 
 def _map_keys(source: _Source, kernel: Kernel) -> _Keys:
-    f, b = kernel.key(kernel.projected(zero_pads(widen(source.key), source.mask)))
-    value = zero_pads(widen(source.value), source.mask)
+    f, b = kernel.key(kernel.projected(zero_pads(upcast(source.key), source.mask)))
+    value = zero_pads(upcast(source.value), source.mask)
     if kernel.has_ones:
         value = torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
     gate = source.log_gate.unsqueeze(-1) if source.log_gate is not None else None
@@ -270,7 +270,7 @@ def _bidirectional(query: Tensor, source: _Source, kernel: Kernel, sums: Sums, p
     if kernel.normalizer == "channel":
         S = S / _nonzero(S[..., -1:])
     for part in query.split(_lengths(query.shape[2], piece), dim=2):
-        groups = widen(part).unflatten(1, (source.key.shape[1], -1))  # (B, K, G, n, D)
+        groups = upcast(part).unflatten(1, (source.key.shape[1], -1))  # (B, K, G, n, D)
         out = kernel.query(kernel.projected(groups.flatten(2, 3))) @ S  # (B, K, G n, Dv + 1)
         yield _normalize(out, sums.get("count"), kernel).unflatten(2, groups.shape[2:4]).flatten(1, 2)  # (B, H, n, Dv)
 
@@ -292,7 +292,7 @@ def _absorb(keys: _Keys, kernel: Kernel, sums: Sums) -> None:
 def _causal(query: Tensor, source: _Source, kernel: Kernel, sums: Sums, piece: int) -> Iterator[Tensor]:
     lengths = _lengths(query.shape[2], piece)
     for part, keys in zip(query.split(lengths, dim=2), source.split(lengths), strict=True):
-        yield _causal_piece(widen(part), _map_keys(keys, kernel), kernel, sums)
+        yield _causal_piece(upcast(part), _map_keys(keys, kernel), kernel, sums)
 
 
 def _causal_piece(query: Tensor, keys: _Keys, kernel: Kernel, sums: Sums) -> Tensor:
@@ -366,7 +366,7 @@ def _nonzero(total: Tensor) -> Tensor:
 
 def _whole(*tensors: Tensor | None) -> bool:
     """Whether to take the sequence in one piece: a recorded graph keeps every intermediate anyway."""
-    return is_recorded(*tensors) or torch.compiler.is_compiling()
+    return needs_gradient(*tensors) or torch.compiler.is_compiling()
 
 
 def _lengths(length: int, piece: int) -> list[int]:

@@ -14,8 +14,8 @@ from subquad.engines import dense
 from subquad.engines.block_sparse import softmax as tiles
 from subquad.engines.block_sparse.key_sets import Tokens
 from subquad.masks import real_first, take_tokens
-from subquad.ops import native
-from subquad.ops.once import once
+from subquad.ops import dispatch
+from subquad.ops.double_backward import forbid_double_backward
 
 _LARGE = 2**20  # numbers of queries or keys from which the compiled loops are faster than PyTorch's kernel
 
@@ -23,7 +23,7 @@ _LARGE = 2**20  # numbers of queries or keys from which the compiled loops are f
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """`softmax(scale q k^T) v` over the keys where `mask` (B, M) is True, zero where there are none."""
     sizes = query.numel(), key.numel()
-    if native.can_take(query, key, value, mask) and min(sizes) > 0 and max(sizes) >= _LARGE:
+    if dispatch.can_use_compiled(query, key, value, mask) and min(sizes) > 0 and max(sizes) >= _LARGE:
         x = Tokens.of(query, key, value, mask)
         whole = x.meets(x.key, x.value, bias=x.bias)
         out, _ = tiles.attend([whole], x.length, query.shape[-1] ** -0.5 if scale is None else scale)
@@ -100,7 +100,7 @@ class _Truncate(torch.autograd.Function):
         a, u, s, vt = ctx.saved_tensors
         with torch.no_grad():
             found = _Truncate.differential(grad, u, s, vt, ctx.rank)
-        return once([found], [grad, a])[0], None
+        return forbid_double_backward([found], [grad, a])[0], None
 
     @staticmethod
     def differential(grad: Tensor, u: Tensor, s: Tensor, vt: Tensor, rank: int) -> Tensor:

@@ -24,11 +24,24 @@ from subquad.errors import InputError
 from subquad.families.base import Sizes
 from subquad.families.kernelized import Kernelized
 from subquad.masks import zero_pads
-from subquad.mechanisms.linear import phi as elu_plus_one
-from subquad.ops.precision import widen
+from subquad.ops.precision import upcast
 from subquad.state import StateTensors
 
 FEATURES = 32  # of t2r: the paper's number
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """elu(x) + 1, without the rounding of (e^x - 1) + 1, which turns small features into 0."""
+    return x.relu() + x.clamp(max=0).exp_()
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """x / |x|; a zero vector stays zero, with zero gradient."""
+    # Divide by the largest entry first: the squares of very small or very large entries would leave the range of the dtype.
+    largest = torch.maximum(x.detach().amax(-1, keepdim=True), -x.detach().amin(-1, keepdim=True))
+    x = x / largest.masked_fill(largest == 0, 1.0)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norm.masked_fill(norm == 0, 1.0)
 
 
 class FeatureMap(ABC):
@@ -122,7 +135,7 @@ class Mapped(Kernelized):
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         """Projects each head here, since the engine's maps know no query heads."""
         # Pads are 0 before the product, or a NaN in one would reach the gradient of W.
-        query, key = widen(call.query), widen(zero_pads(call.key, call.key_padding_mask))
+        query, key = upcast(call.query), upcast(zero_pads(call.key, call.key_padding_mask))
         query, key = project(query, call, "query", self.info.name), project(key, call, "key", self.info.name)
         out, parts = super().run(replace(call, query=query, key=key))
         return out.to(call.query.dtype), parts

@@ -17,7 +17,7 @@ from subquad.engines.call import Call
 from subquad.engines.low_rank import attend
 from subquad.families.base import Info, Mechanism, Sizes
 from subquad.masks import zero_pads
-from subquad.ops.precision import widen
+from subquad.ops.precision import upcast
 from subquad.state import StateTensors
 
 INFO = Info(
@@ -60,7 +60,7 @@ class Induced(Mechanism):
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         mask = call.key_padding_mask
-        query, key, value = widen(call.query), *(widen(zero_pads(x, mask)) for x in (call.key, call.value))
+        query, key, value = upcast(call.query), *(upcast(zero_pads(x, mask)) for x in (call.key, call.value))
         points = call.weights["points"].to(key.dtype).expand(key.shape[0], -1, -1, -1)  # (B, K, m, D)
         hk, hv = (attend(points, key, x, mask, call.scale) for x in (key, value))  # (B, K, m, D), (B, K, m, Dv)
         return attend(query, hk, hv, None, call.scale).to(call.query.dtype), None

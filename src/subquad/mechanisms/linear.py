@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from subquad.engines.call import Call
 from subquad.engines.kernelized import Kernel
 from subquad.families.base import Info
+from subquad.families.feature_maps import elu_plus_one
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 from subquad.ops.kernelized import Map
 
@@ -39,9 +38,6 @@ class Linear(Kernelized):
     info: ClassVar[Info] = INFO
 
     def kernel(self, call: Call) -> Kernel:
-        return Kernel(query=phi, key=lambda x: (phi(x), None), features=call.key.shape[-1], compiled=Map("elu"))
-
-
-def phi(x: Tensor) -> Tensor:
-    # elu(x) + 1, without the rounding of (e^x - 1) + 1 that makes small features 0
-    return x.relu() + x.clamp(max=0).exp_()
+        return Kernel(
+            query=elu_plus_one, key=lambda x: (elu_plus_one(x), None), features=call.key.shape[-1], compiled=Map("elu")
+        )

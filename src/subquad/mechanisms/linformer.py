@@ -20,7 +20,7 @@ from subquad.engines.low_rank import bring_real_first
 from subquad.errors import InputError
 from subquad.families.base import Info, Mechanism, Sizes
 from subquad.masks import zero_pads
-from subquad.ops.precision import widen
+from subquad.ops.precision import upcast
 from subquad.state import StateTensors
 
 Share = Literal["none", "head", "kv", "layer"]
@@ -89,11 +89,11 @@ class Linformer(Mechanism):
             )
         key = self._compress(call, call.key, "key_projection")
         value = self._compress(call, call.value, "value_projection")
-        return attend_masked(widen(call.query), key, value, None, call.scale).to(call.query.dtype), None
+        return attend_masked(upcast(call.query), key, value, None, call.scale).to(call.query.dtype), None
 
     def _compress(self, call: Call, x: Tensor, name: str) -> Tensor:
         """(B, K, M, D) -> (B, K, rank, D)."""
         weight = call.weights[name if name in call.weights else "projection"]
-        x = widen(bring_real_first(zero_pads(x, call.key_padding_mask), call.key_padding_mask))
+        x = upcast(bring_real_first(zero_pads(x, call.key_padding_mask), call.key_padding_mask))
         columns = weight[..., : x.shape[2]].to(x.dtype)
         return torch.einsum("krm,bkmd->bkrd" if self.share == "none" else "rm,bkmd->bkrd", columns, x)

@@ -23,7 +23,7 @@ from subquad.engines.convolution import add_convolved
 from subquad.engines.low_rank import attend, pinv, segment_means, segments
 from subquad.families.base import Info, Mechanism, Sizes
 from subquad.masks import zero_pads
-from subquad.ops.precision import widen
+from subquad.ops.precision import upcast
 from subquad.state import StateTensors
 
 INFO = Info(
@@ -81,7 +81,7 @@ class Nystrom(Mechanism):
         return {"kernel": torch.empty(sizes.heads, self.conv).uniform_(-bound, bound)}
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
-        query, key, value = (widen(zero_pads(x, call.key_padding_mask)) for x in (call.query, call.key, call.value))
+        query, key, value = (upcast(zero_pads(x, call.key_padding_mask)) for x in (call.query, call.key, call.value))
         if query.shape[2] <= self.landmarks:
             out = attend(query, key, value, call.key_padding_mask, call.scale)
         else:

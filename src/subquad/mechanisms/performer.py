@@ -35,7 +35,7 @@ from subquad.families.base import Info, Sizes
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 from subquad.families.random_features import gaussian, orthogonal
 from subquad.ops.kernelized import Map
-from subquad.ops.precision import wide
+from subquad.ops.precision import compute_dtype
 
 Kind = Literal["positive", "hyperbolic", "trig", "relu", "favor++"]
 KINDS: tuple[Kind, ...] = ("positive", "hyperbolic", "trig", "relu", "favor++")
@@ -105,7 +105,7 @@ class Performer(Kernelized):
         return {"projection": gaussian(self.features, sizes.head_dim, self.seed)}
 
     def kernel(self, call: Call) -> Kernel:
-        w = call.weights["projection"].to(wide(call.query))  # (m, D)
+        w = call.weights["projection"].to(compute_dtype(call.query))  # (m, D)
         scale = call.key.shape[-1] ** -0.5 if call.scale is None else call.scale
         if scale <= 0:
             raise InputError(f"performer takes the square root of scale, so scale must be above 0; got {scale}.")
@@ -182,8 +182,8 @@ def measure_p(query: Tensor, key: Tensor, *, scale: float | None = None) -> Tens
     """
     dim = key.shape[-1]
     if not query.numel() or not key.numel():
-        return query.new_zeros(query.shape[0], 1, 1, 1, dtype=wide(query))
-    x, y = (t.to(wide(t)).unflatten(1, (key.shape[1], -1)) for t in (query, key))  # (B, K, G or 1, n, D)
+        return query.new_zeros(query.shape[0], 1, 1, 1, dtype=compute_dtype(query))
+    x, y = (t.to(compute_dtype(t)).unflatten(1, (key.shape[1], -1)) for t in (query, key))  # (B, K, G or 1, n, D)
     squares = (t.square().sum(-1).mean((1, 2, 3)) for t in (x, y))
     cross = (x.mean(3) * y.mean(3)).sum(-1).mean((1, 2))
     scale = dim**-0.5 if scale is None else scale

@@ -28,9 +28,9 @@ from subquad.engines.bucketed import Rule
 from subquad.engines.call import Call
 from subquad.families.base import Info, Sizes
 from subquad.families.bucketed import Bucketed, refuses
+from subquad.families.feature_maps import unit_vectors
 from subquad.masks import zero_pads
-from subquad.mechanisms.taylor import unit
-from subquad.ops.precision import widen
+from subquad.ops.precision import upcast
 
 INFO = Info(
     name="reformer",
@@ -92,7 +92,7 @@ class Reformer(Bucketed):
 
     @torch.no_grad()
     def bucket_of(self, x: Tensor, call: Call) -> Tensor:
-        x = zero_pads(widen(x), call.key_padding_mask)
+        x = zero_pads(upcast(x), call.key_padding_mask)
         rotations = call.weights["rotations"].to(x.dtype)  # (K, R, b/2, D)
         heads, length = x.shape[1:3]
         x = x.unflatten(1, (rotations.shape[0], -1)).flatten(2, 3)  # (B, K, G n, D)
@@ -104,5 +104,5 @@ class Reformer(Bucketed):
     def scores(self, call: Call) -> tuple[Tensor, float]:
         if not self.shared_qk:
             return super().scores(call)
-        key = unit(zero_pads(widen(call.key), call.key_padding_mask))
+        key = unit_vectors(zero_pads(upcast(call.key), call.key_padding_mask))
         return key, 1.0 if call.scale is None else call.scale

@@ -29,11 +29,11 @@ from subquad.engines.call import Call
 from subquad.engines.kernelized import Kernel
 from subquad.errors import OptionError
 from subquad.families.base import Info, Sizes
+from subquad.families.feature_maps import unit_vectors
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 from subquad.families.random_features import gaussian
-from subquad.mechanisms.taylor import unit
 from subquad.ops.kernelized import Map
-from subquad.ops.precision import wide
+from subquad.ops.precision import compute_dtype
 
 INFO = Info(
     name="rfa",
@@ -103,14 +103,14 @@ class RFA(Kernelized):
         return learned
 
     def kernel(self, call: Call) -> Kernel:
-        dtype, factor = wide(call.query), self.features**-0.5
+        dtype, factor = compute_dtype(call.query), self.features**-0.5
         w = call.weights["projection"].to(dtype) * call.weights["sigma"].to(dtype).unsqueeze(1)  # (K, m, D)
 
         def phi(x: Tensor) -> Tensor:
             return torch.cat([x.sin(), x.cos()], dim=-1) * factor
 
         return Kernel(
-            project=lambda x: unit(x) @ w.mT,
+            project=lambda x: unit_vectors(x) @ w.mT,
             query=phi,
             key=lambda x: (phi(x), None),
             features=2 * self.features,
@@ -124,7 +124,7 @@ class RFA(Kernelized):
     def _log_gate(self, call: Call) -> Tensor:
         """log g_t of every key-value head: (B, K, M)."""
         assert call.hidden is not None
-        dtype = wide(call.query)
+        dtype = compute_dtype(call.query)
         x = call.hidden.to(dtype)
         if call.key_padding_mask is not None:
             x = x.masked_fill(~call.key_padding_mask.unsqueeze(-1), 0)

@@ -25,9 +25,9 @@ from subquad.engines.bucketed import Rule
 from subquad.engines.call import Call
 from subquad.families.base import Info, Sizes
 from subquad.families.bucketed import Bucketed, refuses
+from subquad.families.feature_maps import unit_vectors
 from subquad.masks import zero_pads
-from subquad.mechanisms.taylor import unit
-from subquad.ops.precision import wide, widen
+from subquad.ops.precision import compute_dtype, upcast
 
 INFO = Info(
     name="routing",
@@ -72,7 +72,7 @@ class Routing(Bucketed):
     def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
         shape = sizes.kv_heads, self.clusters, sizes.head_dim
-        return {"centroids": unit(torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu"))}
+        return {"centroids": unit_vectors(torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu"))}
 
     def rule(self, call: Call) -> Rule:
         return Rule(buckets=self.clusters, rounds=1, chunk=self.chunk, shared=False, is_causal=call.is_causal)
@@ -80,7 +80,7 @@ class Routing(Bucketed):
     @torch.no_grad()
     def bucket_of(self, x: Tensor, call: Call) -> Tensor:
         groups = x.shape[1] // call.key.shape[1]
-        tokens = zero_pads(widen(x), call.key_padding_mask).unflatten(1, (-1, groups)).flatten(2, 3)
+        tokens = zero_pads(upcast(x), call.key_padding_mask).unflatten(1, (-1, groups)).flatten(2, 3)
         nearest = tokens @ self._centroids(call).mT  # (B, K, G n, b); of any length, the largest is the same
         return nearest.argmax(-1).unflatten(2, (groups, x.shape[2])).flatten(1, 2).unsqueeze(2)  # (B, h, 1, n)
 
@@ -92,13 +92,13 @@ class Routing(Bucketed):
             groups = 1 + call.query.shape[1] // call.key.shape[1]
             nearest = nearest * call.key_padding_mask.repeat(1, groups)[:, None, :, None]
         total, count = (nearest.mT @ tokens).sum(0), nearest.sum((0, 2)).unsqueeze(-1)  # (K, b, D), (K, b, 1)
-        moved = unit(self.decay * centroids + (1 - self.decay) * total / count.clamp(min=1))
+        moved = unit_vectors(self.decay * centroids + (1 - self.decay) * total / count.clamp(min=1))
         return {"centroids": torch.where(count > 0, moved, centroids)}
 
     def _tokens(self, x: Tensor, call: Call) -> Tensor:
         """Queries or keys (B, h, n, D) of unit length, by key-value head: (B, K, G n, D)."""
-        x = zero_pads(widen(x), call.key_padding_mask)
-        return unit(x).unflatten(1, (call.key.shape[1], -1)).flatten(2, 3)
+        x = zero_pads(upcast(x), call.key_padding_mask)
+        return unit_vectors(x).unflatten(1, (call.key.shape[1], -1)).flatten(2, 3)
 
     def _centroids(self, call: Call) -> Tensor:
-        return call.weights["centroids"].to(wide(call.query))
+        return call.weights["centroids"].to(compute_dtype(call.query))

@@ -17,6 +17,7 @@ from torch import Tensor
 from subquad.engines.call import Call
 from subquad.engines.kernelized import Kernel
 from subquad.families.base import Info
+from subquad.families.feature_maps import unit_vectors
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 from subquad.ops.kernelized import Map
 
@@ -45,13 +46,4 @@ class Taylor(Kernelized):
 
 
 def _phi(x: Tensor) -> Tensor:
-    return torch.cat([unit(x), x.new_ones(*x.shape[:-1], 1)], dim=-1)
-
-
-def unit(x: Tensor) -> Tensor:
-    """x / |x|; a zero vector stays zero, with zero gradient."""
-    # The largest entry first, or squares of very small and very large ones would leave the number range.
-    largest = torch.maximum(x.detach().amax(-1, keepdim=True), -x.detach().amin(-1, keepdim=True))
-    x = x / largest.masked_fill(largest == 0, 1.0)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.masked_fill(norm == 0, 1.0)
+    return torch.cat([unit_vectors(x), x.new_ones(*x.shape[:-1], 1)], dim=-1)

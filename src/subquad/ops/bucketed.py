@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.ops import calls
-from subquad.ops.once import once
+from subquad.ops import native_call
+from subquad.ops.double_backward import forbid_double_backward
 
 _NUMBERS = ("batch", "heads", "kv_heads", "tokens", "channels", "value_channels")
 _RULE = ("rounds", "buckets", "chunk", "shared", "is_causal")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
-_Call = calls.structure("Call", (*_NUMBERS, *_RULE, "threads"), ("scale",), _VIEWS, ("query_bucket", "key_bucket", "lse"))
+_Call = native_call.structure("Call", (*_NUMBERS, *_RULE, "threads"), ("scale",), _VIEWS, ("query_bucket", "key_bucket", "lse"))
 
 
 def attend(
@@ -31,8 +31,8 @@ class _Bucketed(torch.autograd.Function):
     def forward(
         query: Tensor, key: Tensor, value: Tensor, query_bucket: Tensor, key_bucket: Tensor, rule: dict[str, int], scale: float
     ) -> tuple[Tensor, Tensor]:
-        query, key, value = (calls.rows(x) for x in (query, key, value))
-        out = calls.room(query, value.shape[3])
+        query, key, value = (native_call.as_rows(x) for x in (query, key, value))
+        out = native_call.empty_rows(query, value.shape[3])
         lse = query.new_empty(query.shape[:3])
         views = {"query": query, "key": key, "value": value, "out": out}
         _run("bucketed_forward", views, query_bucket, key_bucket, lse, rule, scale)
@@ -47,13 +47,13 @@ class _Bucketed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         *tensors, query_bucket, key_bucket, out, lse = ctx.saved_tensors
-        query, key, value, wide = (calls.rows(x) for x in (*tensors, grad))
-        grads = [calls.room(x, x.shape[3]) for x in (query, key, value)]
+        query, key, value, wide = (native_call.as_rows(x) for x in (*tensors, grad))
+        grads = [native_call.empty_rows(x, x.shape[3]) for x in (query, key, value)]
         views = {"query": query, "key": key, "value": value, "out": out, "grad": wide}
         views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
         _run("bucketed_backward", views, query_bucket, key_bucket, lse, ctx.rule, ctx.scale)
         narrow = [g.to(x.dtype) for g, x in zip(grads, tensors, strict=True)]
-        return *once(narrow, [grad, *tensors]), None, None, None, None
+        return *forbid_double_backward(narrow, [grad, *tensors]), None, None, None, None
 
 
 def _run(
@@ -70,4 +70,4 @@ def _run(
     numbers = {**dict(zip(_NUMBERS, sizes, strict=True)), **rule, "scale": scale}
     buckets = {"query_bucket": query_bucket.contiguous(), "key_bucket": key_bucket.contiguous()}
     work = 2 * query.numel() * 2 * rule["chunk"] * rule["rounds"]
-    calls.run(function, _Call, numbers, views, {**buckets, "lse": lse}, work)
+    native_call.call(function, _Call, numbers, views, {**buckets, "lse": lse}, work)

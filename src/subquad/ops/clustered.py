@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subquad.ops import calls
+from subquad.ops import native_call
 
-_AssignCall = calls.structure(
+_AssignCall = native_call.structure(
     "AssignCall",
     ("batch", "heads", "queries", "bits", "clusters", "iterations", "threads"),
     (),
@@ -17,17 +17,19 @@ _AssignCall = calls.structure(
 _NUMBERS = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_channels", "clusters", "topk")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
 _POINTERS = ("rest", "mass", "lse", "assignment", "mask", "real", "top")
-_Call = calls.structure("Call", (*_NUMBERS, "threads"), ("scale",), _VIEWS, _POINTERS)
+_Call = native_call.structure("Call", (*_NUMBERS, "threads"), ("scale",), _VIEWS, _POINTERS)
 
 
 def assign(code: Tensor, real: Tensor | None, clusters: int, iterations: int) -> Tensor:
     """As the engine's own `assign`."""
-    code = calls.rows(code)
+    code = native_call.as_rows(code)
     assignment = torch.empty(code.shape[:3], dtype=torch.int64)
     names = ("batch", "heads", "queries", "bits", "clusters", "iterations")
     numbers = dict(zip(names, (*code.shape, clusters, iterations), strict=True))
     given = {"real": None if real is None else real.contiguous(), "assignment": assignment}
-    calls.run("clustered_assign", _AssignCall, numbers, {"code": code}, given, code.numel() * clusters * iterations // 256)
+    native_call.call(
+        "clustered_assign", _AssignCall, numbers, {"code": code}, given, code.numel() * clusters * iterations // 256
+    )
     return assignment
 
 
@@ -44,8 +46,8 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """The output, and what `backward` asks for besides."""
-    query, key, value = (calls.rows(x) for x in (query, key, value))
-    out = calls.room(query, value.shape[3])
+    query, key, value = (native_call.as_rows(x) for x in (query, key, value))
+    out = native_call.empty_rows(query, value.shape[3])
     shape = (*query.shape[:2], clusters)
     found = {
         "rest": query.new_empty(*shape, value.shape[3]),
@@ -74,8 +76,8 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from that of the output."""
-    grad, query, key, value = (calls.rows(x) for x in (grad, query, key, value))
-    grads = [calls.room(x, x.shape[3]) for x in (query, key, value)]
+    grad, query, key, value = (native_call.as_rows(x) for x in (grad, query, key, value))
+    grads = [native_call.empty_rows(x, x.shape[3]) for x in (query, key, value)]
     views = {"query": query, "key": key, "value": value, "grad": grad}
     views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
     given = {"rest": rest, "mass": mass, "lse": lse, "top": top, "assignment": assignment, "mask": mask, "real": real}
@@ -89,4 +91,4 @@ def _run(function: str, views: dict[str, Tensor], given: dict[str, Tensor | None
     sizes = (*query.shape[:2], key.shape[1], query.shape[2], *key.shape[2:], value.shape[3], *top.shape[2:])
     numbers = {**dict(zip(_NUMBERS, sizes, strict=True)), "scale": scale}
     kept = {name: None if t is None else t.contiguous() for name, t in given.items()}
-    calls.run(function, _Call, numbers, views, kept, 2 * key.numel() * top.shape[2] + 2 * query.numel() * top.shape[3])
+    native_call.call(function, _Call, numbers, views, kept, 2 * key.numel() * top.shape[2] + 2 * query.numel() * top.shape[3])

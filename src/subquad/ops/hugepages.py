@@ -1,7 +1,7 @@
-"""Large pages for large results.
+"""Huge pages for large results.
 
-On Linux a large tensor is freshly mapped memory, and touching it first costs a page fault every 4 KiB: more than many a
-mechanism takes to compute it. The kernel gives pages of 2 MiB to those who ask.
+On Linux a large new tensor is freshly mapped memory, and its first use costs a page fault every 4 KiB: often more time than it
+takes to compute the content. The system maps pages of 2 MiB where madvise asks for them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from torch import Tensor
 
-from subquad.ops import native
+from subquad.ops.dispatch import has_plain_memory
 
 _PAGE = 4096
-_LEAST = 2**22  # bytes from which it pays
+_MIN_BYTES = 2**22  # below this the system call costs more than it saves
 _MADV_HUGEPAGE = 14
 
 
-def large_pages(x: Tensor) -> Tensor:
-    """`x`, just allocated and not written to yet."""
-    if native.is_plain(x) and x.nbytes >= _LEAST and (madvise := _madvise()) is not None:
+def advise_huge_pages(x: Tensor) -> Tensor:
+    """Ask for huge pages under `x`, just allocated and not yet written to; returns `x`."""
+    if has_plain_memory(x) and x.nbytes >= _MIN_BYTES and (madvise := _madvise()) is not None:
         start = -(-x.data_ptr() // _PAGE) * _PAGE
         end = (x.data_ptr() + x.nbytes) // _PAGE * _PAGE
-        madvise(start, end - start, _MADV_HUGEPAGE)  # a wish: whether it was granted does not matter
+        madvise(start, end - start, _MADV_HUGEPAGE)  # only advice: the result does not matter
     return x
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from subquad.ops import calls
+from subquad.ops import native_call
 
 _KINDS = ("elu", "identity", "unit", "exponential", "relu", "softmax", "trigonometric")
 _DIVISORS = ("sum", "mean", "none", "channel", "signed")
@@ -36,7 +36,7 @@ _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_ch
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
 _POINTERS = ("mask", "divisors", "weight", "bias", "sums_in", "level_in", "count_in", "sums_out", "level_out", "count_out")
 _NUMBERS = (*_SIZES, "kind", "divisor", "is_causal")
-_Call = calls.structure("Call", (*_NUMBERS, "threads"), ("scale", "constant", "floor"), _VIEWS, _POINTERS)
+_Call = native_call.structure("Call", (*_NUMBERS, "threads"), ("scale", "constant", "floor"), _VIEWS, _POINTERS)
 _STATE = {"S": "sums", "level": "level", "count": "count"}
 
 
@@ -56,8 +56,8 @@ def forward(
     return_divisors: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
     """The output, the sums after the last key, and what each query's output was divided by."""
-    query, key, value = (calls.rows(x) for x in (query, key, value))
-    out = calls.room(query, value.shape[3])
+    query, key, value = (native_call.as_rows(x) for x in (query, key, value))
+    out = native_call.empty_rows(query, value.shape[3])
     batch, kv_heads, width = key.shape[0], key.shape[1], value.shape[3] + (divisor in ("sum", "channel", "signed"))
     sums, divisors = {}, None
     if return_sums:
@@ -93,8 +93,8 @@ def backward(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from that of the output; not causal, `sums` are those of the forward pass."""
-    grad, query, key, value = (calls.rows(x) for x in (grad, query, key, value))
-    grads = [calls.room(x, x.shape[3]) for x in (query, key, value)]
+    grad, query, key, value = (native_call.as_rows(x) for x in (grad, query, key, value))
+    grads = [native_call.empty_rows(x, x.shape[3]) for x in (query, key, value)]
     views = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
     views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
     given = {"divisors": divisors, "mask": None if mask is None else mask.contiguous()}
@@ -121,4 +121,4 @@ def _run(
     reals = {"scale": map.scale, "constant": map.constant, "floor": floor}
     numbers = {**dict(zip(_NUMBERS, (*sizes, *rule), strict=True)), **reals}
     work = features * value.shape[3] * (query[..., 0].numel() + key[..., 0].numel())
-    calls.run(which, _Call, numbers, views, {**given, **kept}, work)
+    native_call.call(which, _Call, numbers, views, {**given, **kept}, work)

@@ -12,20 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.block_sparse.plan import Part, Plan, Tile, slots, unpack
-from subquad.ops import calls
-from subquad.ops.hugepages import large_pages
-from subquad.ops.once import once
+from subquad.ops import native_call
+from subquad.ops.double_backward import forbid_double_backward
+from subquad.ops.hugepages import advise_huge_pages
 
 _LANES = 16  # numbers in the widest vector
 _SPAN = ("start", "rows", "count", "first", "step", "columns", "is_causal")
 _MASK = ("mask_sequence", "mask_block", "mask_key", "mask_is_wide")
-_Tile = calls.structure("Tile", (*_SPAN, *_MASK, "runs", "runs_row"), (), (), ("mask", "run_start"))
+_Tile = native_call.structure("Tile", (*_SPAN, *_MASK, "runs", "runs_row"), (), (), ("mask", "run_start"))
 _SIZES = ("sequences", "subsequences", "groups", "queries", "keys")
 _STRIDES = ("query_group", "d_query_group", "bias_sequence", "place_row")
 _VIEWS = ("query", "key", "value", "d_query", "d_key", "d_value")
-_Part = calls.structure("Part", (*_SIZES, *_STRIDES, "tiles"), (), _VIEWS, ("bias", "place", "tile"))
+_Part = native_call.structure("Part", (*_SIZES, *_STRIDES, "tiles"), (), _VIEWS, ("bias", "place", "tile"))
 _WHOLE = ("parts", "length", "channels", "value_channels", "threads")
-_Call = calls.structure("Call", _WHOLE, ("scale",), (), ("part", "out", "top", "lse", "grad"))
+_Call = native_call.structure("Call", _WHOLE, ("scale",), (), ("part", "out", "top", "lse", "grad"))
 
 
 def attend(plan: Plan, tensors: Sequence[Tensor | None], length: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ class _Tiles(torch.autograd.Function):
     def forward(plan: Plan, length: int, scale: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         parts = _prepared(plan, tensors)
         query, value = parts[0].query, parts[0].value
-        out = large_pages(query.new_empty(query.shape[0] * query.shape[2], length, value.shape[-1]))
+        out = advise_huge_pages(query.new_empty(query.shape[0] * query.shape[2], length, value.shape[-1]))
         lse, top = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
         _run("tiles_forward", parts, [{} for _ in parts], scale, {"out": out, "top": top, "lse": lse})
         return out, lse
@@ -58,17 +58,22 @@ class _Tiles(torch.autograd.Function):
         parts = _prepared(ctx.plan, tensors)
         grads = []
         for part in parts:
-            query, key, value = (large_pages(torch.empty_like(x)) for x in (part.query, part.key, part.value))
+            query, key, value = (advise_huge_pages(torch.empty_like(x)) for x in (part.query, part.key, part.value))
             grads.append({"d_query": query, "d_key": key.zero_(), "d_value": value.zero_()})
         _run("tiles_backward", parts, grads, ctx.scale, {"out": out, "lse": lse, "grad": grad.contiguous()})
-        return None, None, None, *slots(ctx.plan, once([g for found in grads for g in found.values()], [grad, *tensors]))
+        return (
+            None,
+            None,
+            None,
+            *slots(ctx.plan, forbid_double_backward([g for found in grads for g in found.values()], [grad, *tensors])),
+        )
 
 
 def _prepared(plan: Plan, tensors: Sequence[Tensor | None]) -> list[Part]:
     """Channels side by side, masks transposed to (Z S or 1, count or 1, columns, rows or 1)."""
     found = []
     for part in unpack(plan, tensors):
-        query, key, value = (calls.rows(x) for x in (part.query, part.key, part.value))
+        query, key, value = (native_call.as_rows(x) for x in (part.query, part.key, part.value))
         place, bias = (None if x is None else x.contiguous() for x in (part.place, part.bias))
         found.append(Part(query, key, value, [_prepared_tile(tile) for tile in part.tiles], place, bias))
     return found
@@ -95,7 +100,7 @@ def _run(
     sizes = (len(parts), out.shape[1], parts[0].query.shape[-1], out.shape[2])
     numbers = {**dict(zip(_WHOLE, sizes, strict=False)), "scale": scale, "part": ctypes.addressof(array)}
     pairs = sum(t.count * t.rows * t.columns * p.query.shape[:3].numel() for p in parts for t in p.tiles)
-    calls.run(function, _Call, numbers, {}, tensors, pairs * 2 * out.shape[2])
+    native_call.call(function, _Call, numbers, {}, tensors, pairs * 2 * out.shape[2])
 
 
 def _part(part: Part, grads: Mapping[str, Tensor], tiles: Any) -> Any:
@@ -105,7 +110,7 @@ def _part(part: Part, grads: Mapping[str, Tensor], tiles: Any) -> Any:
         if x.dim() == 5:
             setattr(found, f"{name}_group", x.stride(2))
             x = x[:, :, 0]
-        setattr(found, name, calls.View(x.data_ptr(), *x.stride()[:3]))
+        setattr(found, name, native_call.View(x.data_ptr(), *x.stride()[:3]))
     if part.bias is not None:
         found.bias, found.bias_sequence = part.bias.data_ptr(), _stride(part.bias, 0)
     if part.place is not None:

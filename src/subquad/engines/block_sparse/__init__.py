@@ -23,7 +23,7 @@ from subquad.engines.block_sparse import softmax as tiles
 from subquad.engines.block_sparse.key_sets import KeySet, Tokens, seen_by_all
 from subquad.engines.block_sparse.segments import Segments
 from subquad.masks import put_back, real_first, take_tokens, zero_pads
-from subquad.ops.precision import is_recorded
+from subquad.ops.precision import needs_gradient
 from subquad.state import StateTensors
 
 Globals = tuple[Tensor, Tensor]  # positions (B or 1, g), and which of them are there (B or 1, g)
@@ -202,7 +202,7 @@ def _remember(
     real = torch.ones(key.shape[0], length, dtype=torch.bool, device=key.device) if mask is None else mask
     position = torch.where(real, start[:, None] + real.cumsum(1) - 1, -1)
     rows = {"key": key, "value": value, "number": position[:, None, :, None].expand(-1, key.shape[1], -1, -1)}
-    recorded = is_recorded(query, key, value)
+    recorded = needs_gradient(query, key, value)
     state = {**store.append(state, rows, recorded), "count": start + real.sum(1)}
     return state if layout.segments is None else layout.segments.finish(state, start, length), position
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from subquad.engines.block_sparse.plan import BARRED, Part, Tile, barred_unless
 from subquad.engines.block_sparse.softmax import pad_to
 from subquad.masks import take_tokens
-from subquad.ops.precision import widen
+from subquad.ops.precision import upcast
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Tokens:
     @staticmethod
     def of(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tokens:
         """From query (B, H, n, D), key (B, K, n, D), value (B, K, n, E); `allowed` (B, n) are the keys that may be seen."""
-        query, key, value = (widen(x) for x in (query, key, value))
+        query, key, value = (upcast(x) for x in (query, key, value))
         bias = None if allowed is None else barred_unless(allowed, key.dtype)
         return Tokens(query.unflatten(1, (key.shape[1], -1)), key, value, bias)
 

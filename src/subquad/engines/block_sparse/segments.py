@@ -19,7 +19,7 @@ from subquad.engines import token_buffer as store
 from subquad.engines.block_sparse.key_sets import KeySet, Tokens
 from subquad.engines.block_sparse.plan import Part, Tile, barred_unless
 from subquad.engines.block_sparse.softmax import pad_to
-from subquad.ops.precision import is_recorded, widen
+from subquad.ops.precision import needs_gradient, upcast
 from subquad.state import StateTensors
 
 _ROWS = 256  # queries in a block, about
@@ -77,10 +77,10 @@ class Segments(KeySet):
         number = number.masked_fill((number + 1) * self.size > now[:, None], -1)
         rows = {"segment": number[:, None, :, None].expand(-1, position.shape[1], -1, -1)}
         for name in ("key", "value"):
-            x = widen(store.rows(state[name]))
+            x = upcast(store.rows(state[name]))
             total = x.new_zeros(*x.shape[:2], count + 1, x.shape[-1]).scatter_add(2, slot.expand_as(x), x)
             rows[f"segment_{name}"] = total[:, :, :count] / self.size
-        return store.append(state, rows, is_recorded(*rows.values()))
+        return store.append(state, rows, needs_gradient(*rows.values()))
 
     def shown(self, state: StateTensors, i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values of the finished segments, and which of them queries at i (B, 1, n, 1) see, (B, K, n, segments)."""

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.block_sparse.plan import BARRED, NOTHING, Part, Tile, barred_unless, pack, slots, unpack
-from subquad.ops import native
+from subquad.ops import dispatch
 from subquad.ops import tiles as compiled
-from subquad.ops.hugepages import large_pages
-from subquad.ops.once import once
-from subquad.ops.precision import is_recorded
+from subquad.ops.double_backward import forbid_double_backward
+from subquad.ops.hugepages import advise_huge_pages
+from subquad.ops.precision import needs_gradient
 
 _PIECE = 2**20  # numbers of the output that are worked on at a time
 
@@ -35,7 +35,7 @@ _PIECE = 2**20  # numbers of the output that are worked on at a time
 def attend(parts: Sequence[Part], length: int, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax over all that the parts show: the output (R, N, E), and which of its rows met no key (R, N)."""
     plan, tensors = pack(parts)
-    if native.can_take(*tensors):
+    if dispatch.can_use_compiled(*tensors):
         return compiled.attend(plan, tensors, length, scale)
     width = parts[0].value.shape[-1]
     parts = [_gathered(part) for part in parts]
@@ -44,7 +44,7 @@ def attend(parts: Sequence[Part], length: int, scale: float) -> tuple[Tensor, Te
         parts, scale = [replace(part, query=part.query * scale) for part in parts], 1.0
     plan, tensors = pack([_of_one_width(part, has_bias) for part in parts])
     # torch.compile takes a Function with setup_context only where a gradient is recorded.
-    run = _Merged.forward if torch.compiler.is_compiling() and not is_recorded(*tensors) else _Merged.apply
+    run = _Merged.forward if torch.compiler.is_compiling() and not needs_gradient(*tensors) else _Merged.apply
     out, empty, _ = run(plan, length, scale, *tensors)
     return out[..., :width], empty
 
@@ -108,7 +108,7 @@ class _Merged(torch.autograd.Function):
     def forward(plan: Any, length: int, scale: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         parts = unpack(plan, tensors)
         query = parts[0].query
-        out = large_pages(query.new_empty(query.shape[0] * query.shape[2], length, query.shape[-1]))
+        out = advise_huge_pages(query.new_empty(query.shape[0] * query.shape[2], length, query.shape[-1]))
         lse = out.new_empty(out.shape[:2])
         empty = out.new_empty(out.shape[:2], dtype=torch.bool)
         for start, end in _pieces(out, parts):
@@ -133,7 +133,7 @@ class _Merged(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         with torch.no_grad():
             grads = _gradients(unpack(ctx.plan, tensors), grad, out, lse, ctx.scale)
-        return None, None, None, *slots(ctx.plan, once(grads, [grad, *tensors]))
+        return None, None, None, *slots(ctx.plan, forbid_double_backward(grads, [grad, *tensors]))
 
 
 def _gradients(parts: Sequence[Part], grad: Tensor, out: Tensor, lse: Tensor, scale: float) -> list[Tensor]:

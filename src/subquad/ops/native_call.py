@@ -1,0 +1,70 @@
+"""Calls into the library of compiled kernels: tensors as addresses with strides, everything in one C structure."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.ops import native_library
+from subquad.ops.hugepages import advise_huge_pages
+from subquad.ops.precision import upcast
+
+_ONE_THREAD_WORK = 2**19  # multiplications that one thread finishes before a second one has woken up
+
+
+class View(ctypes.Structure):
+    """A tensor (batch, heads, tokens, channels) whose channels are adjacent in memory; struct View of csrc/common/view.h."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("token", ctypes.c_int64))
+
+
+def structure(name: str, integers: Sequence[str], reals: Sequence[str], views: Sequence[str], pointers: Sequence[str]) -> Any:
+    """A class for a C structure with these fields, in this order."""
+    fields = [
+        *((field, ctypes.c_int64) for field in integers),
+        *((field, ctypes.c_double) for field in reals),
+        *((field, View) for field in views),
+        *((field, ctypes.c_void_p) for field in pointers),
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def call(
+    function: str,
+    structure: Any,
+    numbers: Mapping[str, float],
+    views: Mapping[str, Tensor],
+    pointers: Mapping[str, Tensor | None],
+    work: int,
+) -> None:
+    """Call `subquad_FUNCTION_DTYPE` with a `structure` that has `threads` among its integers.
+
+    `work` is roughly the number of multiplications; for little work one thread is faster than several.
+    """
+    arguments = structure(**numbers, threads=torch.get_num_threads() if work > _ONE_THREAD_WORK else 1)
+    for name, x in views.items():
+        setattr(arguments, name, View(x.data_ptr(), *x.stride()[:3]))
+    for name, t in pointers.items():
+        setattr(arguments, name, None if t is None else t.data_ptr())
+    library = native_library.load()
+    assert library is not None
+    dtype = str(next(t for t in (*views.values(), *pointers.values()) if t is not None).dtype).removeprefix("torch.")
+    getattr(library, f"subquad_{function}_{dtype}")(ctypes.byref(arguments))
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x`, detached, in the precision to compute in, with adjacent channels; a copy only if that takes one."""
+    x = upcast(x.detach())
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def empty_rows(like: Tensor, width: int) -> Tensor:
+    """An uninitialised (B, H, N, width) tensor, with heads and tokens in the same order in memory as `like` has them."""
+    batch, heads, tokens, _ = like.shape
+    if like.stride(1) < like.stride(2):
+        return advise_huge_pages(like.new_empty(batch, tokens, heads, width).transpose(1, 2))
+    return advise_huge_pages(like.new_empty(batch, heads, tokens, width))
