@@ -170,8 +170,8 @@ def stream_sentence():
     first, last = (stream[f"milliseconds_{tenth}_tenth"] for tenth in ("first", "last"))
     grown = stream["process_bytes_growth_since"] / 2**20
     return (
-        f"{stream['asked']:,} tokens in one `generate` with `{stream['method']}` took {first:.1f} ms a token in the first tenth and "
-        f"{last:.1f} ms in the last; after the first tenth the process grew by {grown:.1f} MiB"
+        f"Generating {stream['asked']:,} tokens in one call with `{stream['method']}` took {first:.1f} ms per token in the first "
+        f"tenth and {last:.1f} ms in the last; after the first tenth the process grew by {grown:.1f} MiB"
     )
 
 
@@ -182,7 +182,7 @@ def test_stream_figures():
 def growth_sentence():
     rows = [r for r in json.loads((ROOT / "benchmarks" / "engines.json").read_text())["growth"] if r["is_linear"]]
     time, memory = (max(r[f"{kind}_slope"] for r in rows) for kind in ("time", "memory"))
-    return f"time grows with an exponent of at most {time:.2f}, memory of at most {memory:.2f}"
+    return f"time grows with an exponent of at most {time:.2f} and memory with at most {memory:.2f}"
 
 
 def test_growth_figures():
