@@ -135,7 +135,7 @@ class State:
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Any]) -> State:
         """The state that `state_dict` wrote."""
-        if isinstance(saved, Mapping) and "parts" in saved:  # the name of `tensors` in states saved before 0.2
+        if isinstance(saved, Mapping) and "parts" in saved:  # what older versions called the tensors
             saved = {("tensors" if name == "parts" else name): value for name, value in saved.items()}
         tensors = saved.get("tensors") if isinstance(saved, Mapping) else None
         is_whole = isinstance(tensors, Mapping) and tensors and all(isinstance(t, Tensor) for t in tensors.values())
