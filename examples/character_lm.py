@@ -1,11 +1,11 @@
-"""A language model that reads and writes bytes, with any causal mechanism inside.
+"""A byte-level language model with any causal mechanism inside.
 
     python examples/character_lm.py
     python examples/character_lm.py --method linear --steps 300 my_text.txt
 
-Without a file it learns from the sources of Python's standard library. It prints the loss in nats per byte as it falls, the
-loss on text held out, a sample, and how many bytes the cache holds after it. With linear that is a constant, with local it is
-bounded, so the sample may be as long as you like.
+Without a file, it trains on the sources of Python's standard library. It prints the training loss in nats per byte, the loss on
+held-out text, a sample, and the size of the cache after the sample. That size is constant with linear and bounded with local,
+so the sample may be as long as you like.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from torch import Tensor
 from subquad.models import SubquadCache, SubquadConfig, SubquadForCausalLM
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("file", type=Path, nargs="?", help="text to learn from")
+parser.add_argument("file", type=Path, nargs="?", help="text to train on")
 parser.add_argument("--method", default="linear, local every 2nd layer", help="the mechanism of self-attention")
 parser.add_argument("--steps", type=int, default=400, help="training steps (400)")
 parser.add_argument("--length", type=int, default=256, help="bytes in a training sequence (256)")
-parser.add_argument("--sample", type=int, default=400, help="bytes to write (400)")
+parser.add_argument("--sample", type=int, default=400, help="bytes to generate (400)")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
 torch.manual_seed(args.seed)
@@ -33,7 +33,7 @@ train, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
 
 
 def batch(text: Tensor, rows: int) -> Tensor:
-    """(rows, length): pieces from random places."""
+    """(rows, length): pieces from random positions."""
     starts = torch.randint(len(text) - args.length + 1, (rows, 1))
     return text[starts + torch.arange(args.length)].long()
 

@@ -1,10 +1,10 @@
-"""Sentence embeddings by another attention: all-MiniLM-L6-v2 converted, judged by what it says of pairs of sentences, repaired.
+"""Convert the sentence embedder all-MiniLM-L6-v2, repair it, and compare its embeddings with the original's.
 
     python examples/convert_minilm.py MODEL SENTENCES.txt --method hedgehog --out embedder
 
-MODEL is a folder with all-MiniLM-L6-v2, or sentence-transformers/all-MiniLM-L6-v2 on the hub; SENTENCES.txt has some hundreds
-of sentences, one a line, of the kind that will be embedded. No labels are needed: the converted model learns to give the
-original's hidden states. The extra `convert` is needed.
+MODEL is a folder with all-MiniLM-L6-v2, or sentence-transformers/all-MiniLM-L6-v2 on the hub. SENTENCES.txt has a few hundred
+sentences, one per line, similar to those that you will embed. No labels are needed: the converted model learns to reproduce the
+original's hidden states. Needs the extra `convert`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("sentences", type=Path)
     parser.add_argument("--method", default="hedgehog", help="a mechanism (hedgehog)")
-    parser.add_argument("--steps", type=int, default=200, help="of each repair (200)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each repair stage (200)")
     parser.add_argument("--out", type=Path, help="folder to save the repaired model to")
     options = parser.parse_args()
     if not options.sentences.is_file():
-        parser.error(f"SENTENCES is a file to read; there is none at {options.sentences}")
+        parser.error(f"SENTENCES must be a file; {options.sentences} does not exist")
 
     original = AutoModel.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -61,7 +61,7 @@ def read(tokenizer: Any, texts: list[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def embedded(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The mean of the real tokens' last hidden states, of length 1: (B, dim)."""
+    """(B, dim): the mean of the real tokens' last hidden states, normalised to length 1."""
     states, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
     return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
@@ -72,7 +72,7 @@ def say(when: str, original: Any, converted: Any, batch: dict[str, Tensor]) -> N
     ours, theirs = ((x @ x.T)[pairs[0], pairs[1]] for x in (after, before))
     agreement = torch.corrcoef(torch.stack([ours, theirs]))[0, 1]
     print(f"{when}: cosine to the original's embeddings {float((before * after).sum(-1).mean()):.4f}, ", end="")
-    print(f"correlation of the likeness of pairs {float(agreement):.4f}")
+    print(f"correlation of pairwise similarities {float(agreement):.4f}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""A language model in constant memory: SmolLM2 converted, repaired on a text, and asked to go on with a prompt.
+"""Convert SmolLM2, repair it on a text, and generate from it in constant memory.
 
     python examples/convert_smollm2.py MODEL TEXT.txt --window 256 --prompt "The history of science"
 
 MODEL is a folder with SmolLM2-135M, or HuggingFaceTB/SmolLM2-135M on the hub; with --gguf, a folder with that GGUF file. Any
-other causal language model of a family that can be converted does as well. The extra `convert` is needed, and gguf for GGUF
-files.
+other causal language model that subquad can convert works, too. Needs the extra `convert`, and for GGUF files the package gguf.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("--gguf", help="a GGUF file in the folder")
-    parser.add_argument("--window", type=int, default=256, help="tokens that are seen as they are (256)")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence to learn from (512)")
-    parser.add_argument("--steps", type=int, default=40, help="of each repair (40)")
+    parser.add_argument("--window", type=int, default=256, help="tokens within which attention stays exact (256)")
+    parser.add_argument("--length", type=int, default=512, help="tokens per training sequence (512)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each repair stage (40)")
     parser.add_argument("--prompt", default="Once upon a time")
-    parser.add_argument("--tokens", type=int, default=60, help="to write (60)")
+    parser.add_argument("--tokens", type=int, default=60, help="tokens to generate (60)")
     options = parser.parse_args()
     if not options.text.is_file():
-        parser.error(f"TEXT is a file to read; there is none at {options.text}")
+        parser.error(f"TEXT must be a file; {options.text} does not exist")
 
     where = {"gguf_file": options.gguf} if options.gguf else {}
     original = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, **where).eval()
@@ -63,7 +62,7 @@ def main() -> None:
         )  # fmt: skip
         seconds = time.perf_counter() - begun
         written = found.sequences.shape[1] - prompt["input_ids"].shape[1]
-        print(f"\n{name}, {written / seconds:.1f} tokens a second, {held(found.past_key_values):,} bytes held:")
+        print(f"\n{name}, {written / seconds:.1f} tokens per second, cache of {held(found.past_key_values):,} bytes:")
         print(tokenizer.decode(found.sequences[0], skip_special_tokens=True))
 
 
@@ -71,11 +70,11 @@ def say(when: str, original: Any, converted: Any, batches: list[dict[str, torch.
     found = sq.diagnose(original, converted, batches)
     assert found.loss_before is not None
     assert found.loss_after is not None
-    print(f"{when}: perplexity {math.exp(found.loss_after):.2f}, of the original {math.exp(found.loss_before):.2f}")
+    print(f"{when}: perplexity {math.exp(found.loss_after):.2f} (original: {math.exp(found.loss_before):.2f})")
 
 
 def held(cache: Any) -> int:
-    """Bytes: of states, or of keys and values."""
+    """The size of a cache in bytes."""
     if hasattr(cache, "nbytes"):
         return int(cache.nbytes)
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

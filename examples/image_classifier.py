@@ -1,10 +1,10 @@
-"""Handwritten digits, every pixel a token: an image classifier with any mechanism inside.
+"""Classify handwritten digits with every pixel a token, with any mechanism inside.
 
     python examples/image_classifier.py
     python examples/image_classifier.py --method nystrom --patch 2 --steps 200
 
-It learns scikit-learn's 1,797 digits of 8 x 8 pixels, a fifth of them held out, and prints the loss as it falls and the share
-of held-out digits that it names correctly.
+It trains on scikit-learn's 1,797 digits of 8 x 8 pixels, a fifth of which are held out. It prints the training loss and the
+accuracy on the held-out digits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def digits(seed: int) -> list[Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="linear", help="the mechanism of self-attention (linear)")
-    parser.add_argument("--patch", type=int, default=1, help="side of the squares that are tokens: 1, 2, 4 or 8 (1)")
+    parser.add_argument("--patch", type=int, default=1, help="side of a patch in pixels: 1, 2, 4 or 8 (1)")
     parser.add_argument("--steps", type=int, default=600, help="training steps (600)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -58,7 +58,7 @@ def main() -> None:
     model = SubquadForImageClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=args.steps)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for step in range(1, args.steps + 1):
         rows = torch.randint(len(images), (64,))
         loss = model(images[rows], labels=labels[rows]).loss
@@ -67,12 +67,12 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         if step % 50 == 0 or step == args.steps:
-            print(f"step {step:5}  loss {loss.item():.3f}  {time.perf_counter() - begun:.0f} s", flush=True)
+            print(f"step {step:5}  loss {loss.item():.3f}  {time.perf_counter() - start:.0f} s", flush=True)
 
     model.eval()
     with torch.no_grad():
-        named = model(test_images).logits.argmax(1)
-    print(f"test accuracy {(named == test_labels).float().mean().item():.3f} of {len(test_labels)} digits")
+        predicted = model(test_images).logits.argmax(1)
+    print(f"test accuracy {(predicted == test_labels).float().mean().item():.3f} of {len(test_labels)} digits")
 
 
 if __name__ == "__main__":

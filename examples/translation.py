@@ -1,11 +1,11 @@
-"""Numbers from English words into German ones: an encoder, and a decoder that attends to it.
+"""Translate numbers from English into German words with an encoder-decoder.
 
     python examples/translation.py
     python examples/translation.py --method performer --cross-method linear --beams 4
     python examples/translation.py --reverse
 
-German says the ones before the tens (four-and-twenty), so words change places. It prints the loss as it falls, a few
-translations of numbers held out, and the share of them that are right to the last letter.
+German puts the ones before the tens (four-and-twenty), so the order of words changes. The program prints the training loss, a
+few translations of held-out numbers, and the share of them that match exactly.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def german(n: int, one: str = "eins") -> list[str]:
 
 
 def padded(sentences: list[list[str]]) -> Tensor:
-    """(B, N) ids, each row with END behind its words, then PAD."""
+    """(B, N) ids: each row has its words, END, and then PAD."""
     return pad_sequence([torch.tensor([*(IDS[w] for w in words), END]) for words in sentences], True, PAD)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", default="linear", help="the mechanism of self-attention, on both sides (linear)")
-    parser.add_argument("--cross-method", default="softmax", help="that of the decoder's attention to the encoder (softmax)")
-    parser.add_argument("--reverse", action="store_true", help="from German into English")
-    parser.add_argument("--beams", type=int, default=1, help="beams of the search; 1 is greedy (1)")
+    parser.add_argument("--method", default="linear", help="the mechanism of self-attention in encoder and decoder (linear)")
+    parser.add_argument("--cross-method", default="softmax", help="the mechanism of cross-attention (softmax)")
+    parser.add_argument("--reverse", action="store_true", help="translate from German into English")
+    parser.add_argument("--beams", type=int, default=1, help="number of beams; 1 is greedy search (1)")
     parser.add_argument("--steps", type=int, default=400, help="training steps (400)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -83,7 +83,7 @@ def main() -> None:
     model = SubquadForConditionalGeneration(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=args.steps)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for step in range(1, args.steps + 1):
         rows = draw.sample(numbers, 64)
         source, target = padded([read(n) for n in rows]), padded([write(n) for n in rows])
@@ -93,7 +93,7 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         if step % 50 == 0 or step == args.steps:
-            print(f"step {step:5}  loss {loss.item():.3f}  {time.perf_counter() - begun:.0f} s", flush=True)
+            print(f"step {step:5}  loss {loss.item():.3f}  {time.perf_counter() - start:.0f} s", flush=True)
 
     model.eval()
     source = padded([read(n) for n in held_out])

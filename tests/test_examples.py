@@ -117,7 +117,7 @@ def test_save_qkv(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be " * 20)
     out = tmp_path / "qkv.safetensors"
-    assert "(1, 4, 50, 8) of layer 1" in run(
+    assert "saved queries (1, 4, 50, 8) of layer 1" in run(
         "save_qkv", str(tmp_path), str(text), "--layer", "1", "--tokens", "50", "--out", str(out)
     )
     query, key, value = saved_inputs(out)

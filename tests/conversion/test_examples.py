@@ -30,4 +30,4 @@ def test_convert_smollm2(llama, sentences):
     options = ["--window", "4", "--length", "32", "--steps", "8", "--tokens", "9", "--prompt", "3 men"]
     printed = run("convert_smollm2", str(llama), str(sentences), *options)
     assert len(figures(r": perplexity ([\d.]+)", printed)) == 4
-    assert re.search(r"^converted, [\d.]+ tokens a second, [\d,]+ bytes held:$", printed, flags=re.MULTILINE)
+    assert re.search(r"^converted, [\d.]+ tokens per second, cache of [\d,]+ bytes:$", printed, flags=re.MULTILINE)
