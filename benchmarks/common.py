@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from subquad.runs import files
-from subquad.runs.machine import describe
+from subquad.runs.files import write_atomically
+from subquad.runs.machine import describe_machine
 
 _LEFT = ("cell", "cost", "method", "pass", "peer", "state")  # columns of words
 
 
 def machine() -> dict[str, object]:
-    return {**describe(), "threads": torch.get_num_threads()}
+    return {**describe_machine(), "threads": torch.get_num_threads()}
 
 
 def command(script: str, arguments: Sequence[str]) -> str:
@@ -39,7 +39,7 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 
 def write(path: Path, results: dict[str, Any]) -> None:
     """As JSON, whole or not at all."""
-    files.write(path, f"{json.dumps(results, indent=2)}\n".encode())
+    write_atomically(path, f"{json.dumps(results, indent=2)}\n".encode())
 
 
 def new_table(title: str, *headings: str) -> Table:

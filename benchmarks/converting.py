@@ -25,9 +25,9 @@ import torch
 from rich.console import Console
 
 import subquad as sq
-from subquad.conversion import Progress, Schedule, align, finetune, mechanisms, transfer
+from subquad.conversion import Schedule, StageProgress, align, finetune, mechanisms, transfer
 from subquad.models.methods import to_json
-from subquad.runs.results_file import read as read_json
+from subquad.runs.results_file import read_results
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks.common import command, machine, markdown, on, write
@@ -110,13 +110,13 @@ class Measured:
         self.stages[stage] = {"scores": scores, **damage, **more}
         self.console.print(stage, scores, damage)
 
-    def _repair(self, stage: str, learn: Callable[..., Progress], schedule: Schedule, **more: Any) -> None:
+    def _repair(self, stage: str, learn: Callable[..., StageProgress], schedule: Schedule, **more: Any) -> None:
         begun = time.monotonic()
         done = learn(self.read.model, self.converted, self.batches, schedule, folder=self.folder, tell=self._tell, **more)
         seconds = max(done.seconds, time.monotonic() - begun)
         self._look(stage, seconds=seconds, step=done.step, ended=done.ended, losses=done.losses)
 
-    def _tell(self, done: Progress) -> None:
+    def _tell(self, done: StageProgress) -> None:
         if done.step % 25 == 0:
             self.console.print(f"{done.stage} {done.step}/{done.steps} {done.loss:.4f} {done.seconds:.0f} s")
 
@@ -141,7 +141,7 @@ def _is_done(study: Study, row: str, out: Path) -> bool:
 
 def _models(out: Path) -> dict[str, Any]:
     """What has been measured, by the name of the model."""
-    found: dict[str, Any] = read_json(out, SCHEMA, VERSION)["models"] if out.exists() else {}
+    found: dict[str, Any] = read_results(out, SCHEMA, VERSION)["models"] if out.exists() else {}
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks import converting, engines, features, peers, roofline, serving, steps
 from benchmarks.suite import page, times
-from subquad.runs import files
+from subquad.runs.files import write_atomically
 
 Sections = Mapping[str, Callable[[dict[str, Any]], str]]
 ROOT = Path(__file__).parents[1]
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(arguments)
     for path, sections in SECTIONS.items():
-        files.write(path, filled(path, sections).encode())
+        write_atomically(path, filled(path, sections).encode())
 
 
 if __name__ == "__main__":

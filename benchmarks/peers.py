@@ -41,7 +41,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 import subquad as sq
-from subquad.runs.machine import free_memory
+from subquad.runs.memory import free_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks.common import command, machine, markdown, middle, new_table, numbers, where, write

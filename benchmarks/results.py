@@ -32,9 +32,10 @@ from pathlib import Path
 from rich.console import Console
 
 import subquad as sq
-from subquad.cli.terminal import Bar
-from subquad.runs import files
-from subquad.runs.lock import alone
+from subquad.cli.terminal import Bar, duration
+from subquad.runs.files import write_atomically
+from subquad.runs.lock import exclusive
+from subquad.runs.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks import docs
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
         _list(console, sitting)
         return 0
     is_stopped = False
-    with alone(options.out, "run of the suite"), bar:
+    with exclusive(options.out, "run of the suite"), bar:
         sitting.collect()
         _write_page(options)
         try:
@@ -154,7 +155,7 @@ def _time_steps(console: Console, bar: Bar, tables: Sequence[Table], options: ar
 
 
 def _show_rounds(bar: Bar, table: Table, done: int, count: int) -> None:
-    bar.show(f"{table.name}, round {done} of {count}", done / count, "")
+    bar.show(Progress(f"{table.name}, round {done} of {count}", done / count))
 
 
 def _is_named(table: str, word: str) -> bool:
@@ -168,7 +169,7 @@ def _write_page(options: argparse.Namespace) -> None:
     if options.page == docs.RESULTS:
         pages[docs.README] = {options.results.stem: page.overview}
     for path, sections in pages.items():
-        files.write(path, docs.filled(path, sections, options.results.parent).encode())
+        write_atomically(path, docs.filled(path, sections, options.results.parent).encode())
 
 
 def _tell(console: Console, options: argparse.Namespace, cell: Cell, record: Saved) -> None:
@@ -184,7 +185,7 @@ def _show(bar: Bar, sitting: Sitting) -> None:
     at = [(cell.name, *sitting.progress(cell)) for cell, _ in sitting.running.values()]
     doing = ", ".join(f"{name} {step:,}/{steps:,}" if steps else name for name, step, steps in at)
     done, count = sitting.done(), len(sitting.cells)
-    bar.show(f"{done} of {count} done; {doing}", done / count, f"about {_time(sitting.left())} left")
+    bar.show(Progress(f"{done} of {count} done; {doing}", done / count, 60 * sitting.left()))
 
 
 def _list(console: Console, sitting: Sitting) -> None:
@@ -195,7 +196,7 @@ def _list(console: Console, sitting: Sitting) -> None:
         minutes = f"{taken / 60:.1f}" if taken else ""
         table.add_row(cell.name, _state(sitting, cell), f"{sitting.expected(cell):.1f}", minutes)
     console.print(table)
-    left = _time(sitting.left())
+    left = duration(60 * sitting.left())
     console.print(f"{sitting.done()} of {len(sitting.cells)} cells are done; about {left} left, {sitting.jobs} side by side.")
 
 
@@ -206,11 +207,6 @@ def _state(sitting: Sitting, cell: Cell) -> str:
     if step:
         return f"at step {step:,} of {steps:,}"
     return "waiting: other settings" if cell in sitting.changed else "waiting"
-
-
-def _time(minutes: float) -> str:
-    hours, rest = divmod(round(minutes), 60)
-    return f"{hours} h {rest:02} min" if hours else f"{rest} min"
 
 
 if __name__ == "__main__":

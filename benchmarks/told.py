@@ -15,7 +15,7 @@ from torch import Tensor
 
 import subquad as sq
 from benchmarks.pretrained import Pretrained
-from subquad.runs import files
+from subquad.runs.files import write_atomically
 
 PIECE = 128  # sequences
 
@@ -33,7 +33,7 @@ def _piece(model: Any, begin: int, index: int, length: int, folder: Path) -> Ten
         content = io.BytesIO()
         torch.save(_drawn(model, begin, length, torch.Generator().manual_seed(index)), content)
         folder.mkdir(parents=True, exist_ok=True)
-        files.write(path, content.getvalue())
+        write_atomically(path, content.getvalue())
     tokens: Tensor = torch.load(path, weights_only=True)
     return tokens
 

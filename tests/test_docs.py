@@ -55,7 +55,7 @@ def test_a_task_of_ones_own_is_trained(tmp_path):
     exec(block, names)
     task = names["Parity"]()
     settings = replace(task.info.defaults, layers=1, steps=5)
-    [record] = train(task, ["linear"], settings, tmp_path, threads=1, is_apart=False).records
+    [record] = train(task, ["linear"], settings, tmp_path, threads=1, in_worker=False).records
     assert record.status == "done"
     assert 0 < record.test["accuracy"] < 1
 

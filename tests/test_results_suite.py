@@ -22,11 +22,12 @@ from subquad import training
 from subquad.cli import app
 from subquad.registry import options_of, resolve
 from subquad.runs import checkpoints
-from subquad.runs.determinism import deterministic, quiet
+from subquad.runs.determinism import deterministic
+from subquad.runs.progress import no_transformers_bars
 from subquad.tasks.rows import length
 from subquad.training import Results
 from subquad.training.data import Batches, loader
-from subquad.training.plan import Plan, chosen, named, place
+from subquad.training.plan import Plan, choose_methods, class_path, find_task
 from tests.training.weights import equal, last
 
 SMALL = {"layers": 1, "dim": 8, "heads": 2, "batch": 4}
@@ -45,7 +46,7 @@ HOUR = 3600.0
 CHILD = """
 import functools, runpy
 from subquad import training
-training.train = functools.partial(training.train, is_apart=False)
+training.train = functools.partial(training.train, in_worker=False)
 runpy.run_module("benchmarks.suite.child", run_name="__main__")
 """
 MARKS = "# Results\n\n<!-- made from benchmarks/results.json -->\nold\n<!-- end -->\n"
@@ -112,7 +113,7 @@ def starts(tmp_path_factory):
     state = out / f"long/linear/linear/checkpoint-{stopped.step}/run.json"
     before = json.loads(state.read_text())
     state.write_text(json.dumps({**before, "record": {**before["record"], "seconds": HOUR}}))
-    checkpoints.seal(state.parent)
+    checkpoints.write_checksums(state.parent)
     finished = start(replace(SHORT, given={**SMALL, "steps": 4}), LONG)
     patch.undo()
     return killed, stopped, finished
@@ -278,7 +279,7 @@ def test_what_cannot_do_the_task_is_there_with_the_reason(tables):
 @pytest.mark.parametrize("name", ["listops-128", "listops-256"])
 def test_what_a_guess_would_score_at_listops(name):
     [table] = [table for table in cells.TABLES if table.name == name]
-    counts = named("listops").load(None, table.settings).test.labels.bincount()
+    counts = find_task("listops").load(None, table.settings).test.labels.bincount()
     assert f"right for {counts.max() / counts.sum():.1%}" in table.about
 
 
@@ -422,8 +423,8 @@ def test_a_row_that_fails_is_left_out_with_the_reason(tables, times_of, monkeypa
 
 
 def runner(cell, folder):
-    with deterministic(1), quiet():
-        task = named(cell.task)
+    with deterministic(1), no_transformers_bars():
+        task = find_task(cell.task)
         splits = task.load(None, cell.settings)
         batches = Batches(length(splits.train), cell.settings.batch, 3, cell.settings.seed)
         return times.Runner(cell, task, splits, batches, folder), loader(splits, batches)
@@ -435,7 +436,7 @@ def test_a_timed_step_is_that_of_a_training(tmp_path):
     with deterministic(1):
         for batch in batches:
             found.run(batch)
-    training.train(named("digits"), ["softmax"], cell.settings, tmp_path / "run", threads=1, is_apart=False)
+    training.train(find_task("digits"), ["softmax"], cell.settings, tmp_path / "run", threads=1, in_worker=False)
     assert equal(found.trainer.model.state_dict(), last(tmp_path / "run" / "softmax"))
 
 
@@ -457,8 +458,8 @@ def test_precision_and_checkpointing_stay_with_their_row(label, halves, recomput
 def test_the_command_of_a_cell_trains_what_is_declared(cell, monkeypatch):
     def train(task, methods, settings, out, *, precision, checkpointing, eval_every, save_every, eval_rows, threads, **_):
         given = {"precision": precision, "checkpointing": checkpointing, "eval_every": eval_every, "save_every": save_every}
-        plan = Plan(task=place(task), settings=settings, threads=threads, eval_rows=eval_rows, **given)
-        [config] = chosen(task, methods, settings)[0].values()
+        plan = Plan(task=class_path(task), settings=settings, threads=threads, eval_rows=eval_rows, **given)
+        [config] = choose_methods(task, methods, settings)[0].values()
         assert {"settings": plan.identity(), "options": options_of(config)} == cell.identity()
         assert (config, threads) == (cell.config, 1)
         return Results({}, {}, {})

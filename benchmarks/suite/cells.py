@@ -14,7 +14,7 @@ from benchmarks.suite.options import different, fitted
 from subquad.families.base import Mechanism
 from subquad.registry import options_of
 from subquad.tasks import Settings
-from subquad.training.plan import Plan, chosen, named, place
+from subquad.training.plan import Plan, choose_methods, class_path, find_task
 
 THREADS = 1
 _SETTINGS = {f.name for f in fields(Settings)}
@@ -48,7 +48,7 @@ class Cell:
     @property
     def plan(self) -> Plan:
         rest = {name: value for name, value in self.given.items() if name not in _SETTINGS}
-        return Plan(task=place(named(self.task)), settings=self.settings, threads=THREADS, **rest)
+        return Plan(task=class_path(find_task(self.task)), settings=self.settings, threads=THREADS, **rest)
 
     def identity(self) -> dict[str, Any]:
         """What a record must have been made with to stand for this cell."""
@@ -101,7 +101,7 @@ class Table:
         return changed(self.task, self.given)
 
     def rows(self) -> list[Row]:
-        able, _ = chosen(named(self.task), self.methods or ["all"], self.settings)
+        able, _ = choose_methods(find_task(self.task), self.methods or ["all"], self.settings)
         sized = {name: fitted(config, self.tokens or self.settings.length) for name, config in able.items()}
         return [
             Row(label, tuple(self._cell(label, config, {**self.given, **change}, seed) for seed in self.seeds))
@@ -111,7 +111,7 @@ class Table:
 
     def refused(self) -> dict[str, str]:
         """Methods that cannot do the task, and why; of a table that is not about methods, none."""
-        return {} if self.variants or not self.is_trained else chosen(named(self.task), ["all"], self.settings)[1]
+        return {} if self.variants or not self.is_trained else choose_methods(find_task(self.task), ["all"], self.settings)[1]
 
     def _cell(self, label: str, config: Mechanism, given: Mapping[str, Any], seed: int) -> Cell:
         name = f"{self.name}/{label}" + (f"-seed{seed}" if seed else "")
@@ -130,7 +130,7 @@ def changed(task: str, given: Mapping[str, Any]) -> Settings:
         changes["options"] = tuple(changes["options"].items())
     if "steps" in changes or "epochs" in changes:
         changes = {"steps": None, "epochs": None, **changes}
-    return replace(named(task).info.defaults, **changes)
+    return replace(find_task(task).info.defaults, **changes)
 
 
 def command(task: str, method: str, given: Mapping[str, Any]) -> list[str]:

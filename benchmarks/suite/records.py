@@ -9,8 +9,7 @@ from typing import Any
 
 from benchmarks.common import write
 from benchmarks.suite.cells import Cell, made_with
-from subquad.runs.results_file import ResultsError
-from subquad.runs.results_file import read as read_json
+from subquad.runs.results_file import ResultsError, read_results
 from subquad.training import Record, Results, load
 from subquad.training.results import FILE
 
@@ -23,7 +22,7 @@ Saved = dict[str, Any]
 
 def read(path: Path) -> dict[str, Saved]:
     """The records by the name of their cell."""
-    found: dict[str, Saved] = read_json(path, SCHEMA, VERSION)["records"] if path.exists() else {}
+    found: dict[str, Saved] = read_results(path, SCHEMA, VERSION)["records"] if path.exists() else {}
     return found
 
 

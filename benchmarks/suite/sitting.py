@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.suite import records
 from benchmarks.suite.cells import Cell
 from benchmarks.suite.records import Saved
-from subquad.runs.stop import Stop
+from subquad.runs.stop import StopRequest
 from subquad.training.results import FILE
 
 ROOT = Path(__file__).parents[2]
@@ -73,10 +73,10 @@ class Sitting:
         """Until all is done, or it is time to stop; after Ctrl-C or SIGTERM that ends in KeyboardInterrupt."""
         until = None if self.minutes is None else time.monotonic() + 60 * self.minutes
         asked: float | None = None  # when they were asked to stop
-        with Stop() as stop:
+        with StopRequest() as stop:
             try:
                 while (self.due and asked is None) or self.running:
-                    if asked is None and (stop.is_asked or (until is not None and time.monotonic() > until)):
+                    if asked is None and (stop.requested or (until is not None and time.monotonic() > until)):
                         asked = time.monotonic()
                         self._stop()
                     if asked is not None and time.monotonic() > asked + PATIENCE:
@@ -90,7 +90,7 @@ class Sitting:
                     time.sleep(PAUSE)
             finally:  # the second Ctrl-C, or too long a wait
                 self._abandon()
-        if stop.is_asked:
+        if stop.requested:
             raise KeyboardInterrupt
 
     def done(self) -> int:

@@ -27,13 +27,14 @@ from benchmarks.common import machine, middle, write
 from benchmarks.suite.cells import THREADS, Cell, Row, Table, made_with
 from subquad.bench.measure import peak_bytes
 from subquad.errors import InputError
-from subquad.runs.determinism import deterministic, quiet
-from subquad.runs.memory import Peak
-from subquad.runs.results_file import read as read_json
+from subquad.runs.determinism import deterministic
+from subquad.runs.memory import PeakMemory
+from subquad.runs.progress import no_transformers_bars
+from subquad.runs.results_file import read_results
 from subquad.tasks.base import Batch, Splits, Task
 from subquad.tasks.rows import length, lengths_of
 from subquad.training.data import Batches, loader
-from subquad.training.plan import named
+from subquad.training.plan import find_task
 from subquad.training.results import Record
 from subquad.training.run import read_data
 from subquad.training.trainer import Job, MethodTrainer
@@ -51,7 +52,7 @@ def beside(results: Path) -> Path:
 
 def read(path: Path) -> dict[str, Timed]:
     """What was measured, by the name of the table."""
-    found: dict[str, Timed] = read_json(path, SCHEMA, VERSION)["tables"] if path.exists() else {}
+    found: dict[str, Timed] = read_results(path, SCHEMA, VERSION)["tables"] if path.exists() else {}
     return found
 
 
@@ -82,10 +83,10 @@ class Runner:
         self.seconds: list[float] = []
         self.bytes = 0  # at the peak of a step
         self.why = ""  # it takes no more steps
-        job = Job(plan, task, splits, cell.config, folder, tell=lambda record: None, is_stopping=lambda: False)
+        job = Job(plan, task, splits, cell.config, folder, on_record=lambda record: None, is_stopping=lambda: False)
         torch.manual_seed(plan.settings.seed)
         model = task.model(cell.config, plan.settings)
-        self.trainer = MethodTrainer(job, model, Record(cell.method), batches, Peak(torch.device("cpu")))
+        self.trainer = MethodTrainer(job, model, Record(cell.method), batches, PeakMemory(torch.device("cpu")))
         self.trainer.current_gradient_accumulation_steps = 1
         self.model, _ = self.trainer._prepare_for_training(batches.steps, self.trainer.get_train_dataloader(), None)
 
@@ -118,9 +119,9 @@ def measure(
     table: Table, rounds: int, data: str | None, command: str, show: Callable[[int, int], None] = lambda done, count: None
 ) -> Timed:
     """All rows of a table; what fails is left out, with the reason."""
-    cells, settings, task = {row.label: row.cells[0] for row in table.rows()}, table.settings, named(table.task)
+    cells, settings, task = {row.label: row.cells[0] for row in table.rows()}, table.settings, find_task(table.task)
     shuffle = random.Random(settings.seed).shuffle
-    with deterministic(THREADS), quiet(), tempfile.TemporaryDirectory() as folder:
+    with deterministic(THREADS), no_transformers_bars(), tempfile.TemporaryDirectory() as folder:
         splits = read_data(replace(next(iter(cells.values())).plan, data=data), task)
         rows, lengths = length(splits.train), lengths_of(splits.train)
         batches = Batches(rows, settings.batch, WARM + rounds, settings.seed, lengths=lengths)

@@ -17,8 +17,8 @@ import subquad as sq
 from subquad.bench import Plan, ResultsError, Setting, compare, load
 from subquad.bench.compare import FILE
 from subquad.bench.measure import DisagreementError, call, error, inputs, peak_bytes, require_agreement
-from subquad.bench.worker import Worker, WorkerError
-from subquad.runs.lock import alone
+from subquad.bench.worker import MeasuringWorker, WorkerError
+from subquad.runs.lock import exclusive
 
 SETTING = Setting(heads=2, head_dim=16, threads=1)
 PLAN = Plan(("linear", "local", "nystrom"), (64, 128), budget=60.0, rounds=2)
@@ -28,7 +28,7 @@ PLAN = Plan(("linear", "local", "nystrom"), (64, 128), budget=60.0, rounds=2)
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     seen = []
-    return compare(PLAN, SETTING, folder, watch=seen.append), folder, seen
+    return compare(PLAN, SETTING, folder, on_progress=seen.append), folder, seen
 
 
 def test_every_cell_is_there(done):
@@ -48,8 +48,8 @@ def test_every_cell_is_there(done):
                 assert len(timing.rounds) == 2
                 assert all(own > 0 and base > 0 for own, base in timing.rounds)
     assert results.fact("linear", 64).errors["random"] > 0
-    assert 0 <= seen[0].share <= seen[-1].share <= 1
-    assert any("linear, 128 tokens" in progress.doing for progress in seen)
+    assert 0 <= seen[0].fraction <= seen[-1].fraction <= 1
+    assert any("linear, 128 tokens" in progress.message for progress in seen)
 
 
 def test_a_finished_comparison_is_not_measured_again(done):
@@ -108,10 +108,10 @@ def test_impossible_plans(tmp_path, plan, said):
 
 
 def test_a_dead_worker_costs_one_answer():
-    with Worker(SETTING) as worker:
+    with MeasuringWorker(SETTING) as worker:
         assert worker.ask(60, do="time", method="linear", length=64, kind="forward")["seconds"] > 0
-        os.kill(worker._process.pid, signal.SIGKILL)
-        with pytest.raises(WorkerError, match="killed, most likely for want of memory"):
+        os.kill(worker._worker._process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="killed, most likely because memory ran out"):
             worker.ask(60, do="time", method="linear", length=64, kind="forward")
         assert worker.ask(60, do="time", method="linear", length=64, kind="forward")["seconds"] > 0
         assert "MemoryError" not in worker.ask(60, do="facts", method="linear", length=64)
@@ -120,7 +120,7 @@ def test_a_dead_worker_costs_one_answer():
 
 
 def test_a_failure_inside_a_cell_is_its_answer():
-    with Worker(SETTING) as worker:
+    with MeasuringWorker(SETTING) as worker:
         answer = worker.ask(60, do="time", method="linformer", length=64, kind="decode")
         assert answer["failed"].startswith("UnsupportedError: linformer cannot do this")
 
@@ -197,9 +197,9 @@ def test_files_that_hold_no_tensors(tmp_path, name):
 
 
 def test_two_comparisons_do_not_share_a_folder(tmp_path):
-    with alone(tmp_path), pytest.raises(ResultsError, match="another comparison is writing to"):
+    with exclusive(tmp_path, "comparison"), pytest.raises(ResultsError, match="another comparison is writing to"):
         compare(Plan(("linear",), (64,)), SETTING, tmp_path)
-    with alone(tmp_path):
+    with exclusive(tmp_path, "comparison"):
         pass
 
 

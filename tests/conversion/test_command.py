@@ -211,15 +211,15 @@ def test_ctrl_c_anywhere_loses_nothing(whole, llama, text, tmp_path):
     parts = ("loading", "diagnosing, naive", "keep search", *(f"{stage}, step 3" for stage in STAGES), "diagnosing, lora")
     for part in parts:
 
-        def interrupt(doing, part=part):
-            seen.append(doing.what)
-            if doing.what.startswith(part):
+        def interrupt(progress, part=part):
+            seen.append(progress.message)
+            if progress.message.startswith(part):
                 signal.raise_signal(signal.SIGINT)
 
         with pytest.raises(KeyboardInterrupt):
-            run(asked, tmp_path, resume=True, watch=interrupt)
+            run(asked, tmp_path, resume=True, on_progress=interrupt)
         assert not (tmp_path / "model").exists()
-    again = run(asked, tmp_path, resume=True, watch=lambda doing: seen.append(doing.what))
+    again = run(asked, tmp_path, resume=True, on_progress=lambda progress: seen.append(progress.message))
     assert again.diagnoses == results.diagnoses
     assert again.kept == results.kept
     assert {name: stage.losses for name, stage in again.stages.items()} == {n: s.losses for n, s in results.stages.items()}
@@ -230,13 +230,13 @@ def test_ctrl_c_anywhere_loses_nothing(whole, llama, text, tmp_path):
 
 
 def test_an_unfinished_conversion_is_gone_on_with_only_if_asked(llama, text, tmp_path):
-    def interrupt(doing):
-        if doing.what.startswith("transfer, step"):
+    def interrupt(progress):
+        if progress.message.startswith("transfer, step"):
             signal.raise_signal(signal.SIGINT)
 
     asked = plan(llama, text, repair=("transfer",))
     with pytest.raises(KeyboardInterrupt):
-        run(asked, tmp_path, watch=interrupt)
+        run(asked, tmp_path, on_progress=interrupt)
     with pytest.raises(sq.SubquadError, match=r"is not finished\. Go on with --resume"):
         run(asked, tmp_path)
     with pytest.raises(sq.SubquadError, match=r"another conversion \(seed: 0 there, 1 here\)"):

@@ -7,7 +7,7 @@ import pytest
 
 from subquad.conversion.diagnosis import Diagnosis, Head
 from subquad.conversion.repair.keep import Kept
-from subquad.conversion.repair.loop import Progress
+from subquad.conversion.repair.loop import StageProgress
 from subquad.conversion.results import Results
 from subquad.report.conversion import conversion_charts, headline, heads, summary, trail, write_conversion_page
 from tests.report.test_page import HOSTILE, Outline
@@ -28,8 +28,8 @@ def diagnosis(scale, loss, sites=SITES, has_weights=True):
 def made_up():
     """A conversion of three layers, one of which was put back to softmax, with both stages."""
     stages = {
-        "transfer": Progress("transfer", 6, 1e-2, 6, 75.0, 0.2, [(0, 0.5), (3, 0.3), (6, 0.2)], "all steps are done"),
-        "lora": Progress("lora", 6, 5e-4, 4, 30.0, 2.1, [(0, 2.6), (4, 2.2)], "1 minutes are over"),
+        "transfer": StageProgress("transfer", 6, 1e-2, 6, 75.0, 0.2, [(0, 0.5), (3, 0.3), (6, 0.2)], "all steps are done"),
+        "lora": StageProgress("lora", 6, 5e-4, 4, 30.0, 2.1, [(0, 2.6), (4, 2.2)], "1 minutes are over"),
     }
     diagnoses = {
         "naive swap": diagnosis(1.0, 4.0),

@@ -7,7 +7,7 @@ import pytest
 
 from subquad.tasks.rows import lengths_of, spread
 from subquad.training.data import Batches
-from subquad.training.plan import Every, Plan
+from subquad.training.plan import Intervals, Plan
 from tests.training.fake import SETTINGS, Fake, FakeRagged
 from tests.training.weights import equal, last, stop_after
 
@@ -51,7 +51,7 @@ def test_rows_of_like_lengths_share_a_batch_in_no_order():
 def test_a_run_over_rows_of_different_lengths_can_be_stopped(run, tmp_path):
     whole = run(task=FakeRagged(), out=tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(task=FakeRagged(), watch=stop_after(8))  # in the second epoch
+        run(task=FakeRagged(), on_progress=stop_after(8))  # in the second epoch
     again = run(task=FakeRagged(), resume=True)
     assert again.records[0].losses == whole.records[0].losses
     assert again.records[0].test == whole.records[0].test
@@ -77,8 +77,8 @@ def test_a_part_of_rows_is_spread_over_them_and_keeps_their_lengths():
     ],
 )
 def test_evaluations_take_a_small_part_of_a_run(steps, given, expected):
-    every = Every(Plan(task="", settings=SETTINGS, **given), steps)
-    assert (every.evaluation, every.checkpoint, every.rows) == expected
+    intervals = Intervals(Plan(task="", settings=SETTINGS, **given), steps)
+    assert (intervals.evaluation, intervals.checkpoint, intervals.eval_rows) == expected
 
 
 def test_an_evaluation_reads_so_many_rows_and_the_test_all(run):

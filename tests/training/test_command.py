@@ -16,7 +16,8 @@ import subquad as sq
 from subquad.cli import app
 from subquad.cli import terminal as cli_parts
 from subquad.cli.train import _methods, _sparkline
-from subquad.runs.lock import alone
+from subquad.runs.lock import exclusive
+from subquad.runs.progress import Progress
 from subquad.tasks import TASKS
 from subquad.training import Record, Results, load, train
 from tests.training.weights import equal, last
@@ -60,15 +61,15 @@ def test_a_run_survives_ctrl_c_and_kill_and_ends_with_the_same_bits(tmp_path):
     assert second.returncode == -9
     while True:  # the process that trains sees that it is alone, and ends
         try:
-            with alone(out):
+            with exclusive(out, "comparison"):
                 break
         except sq.SubquadError:
             time.sleep(0.05)
     assert load(out / "results.json").records[0].status == "running"
 
     settings = replace(TASKS["digits"].info.defaults, epochs=None, **SIZES)
-    train(TASKS["digits"](), ["linear"], settings, out, threads=1, resume=True, is_apart=False)
-    train(TASKS["digits"](), ["linear"], settings, tmp_path / "whole", threads=1, is_apart=False)
+    train(TASKS["digits"](), ["linear"], settings, out, threads=1, resume=True, in_worker=False)
+    train(TASKS["digits"](), ["linear"], settings, tmp_path / "whole", threads=1, in_worker=False)
     assert equal(last(out / "linear"), last(tmp_path / "whole" / "linear"))
 
 
@@ -147,13 +148,14 @@ def test_without_a_terminal_a_line_from_time_to_time_says_how_far_it_is(capsys, 
     monkeypatch.setattr(cli_parts, "LINE_EVERY", -1.0)
     for is_shown in (True, False):
         with cli_parts.Bar(is_shown) as bar:
-            bar.show("linear, step 3 [1/2]", 0.25, "about 9 s left")
+            bar.show(Progress("linear, step 3 [1/2]", 0.25, 9.0))
         assert capsys.readouterr().err == ("linear, step 3 [1/2], 25%, about 9 s left\n" if is_shown else "")
 
 
 def test_a_curve_in_a_few_characters():
     assert _sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
     assert _sparkline([1.0]) == "▁"
+    assert _sparkline([]) == ""
     assert len(_sparkline(list(range(100)), 12)) == 12
 
 

@@ -19,7 +19,7 @@ from accelerate import DistributedType, PartialState
 
 from subquad.errors import SubquadError
 from subquad.runs import checkpoints
-from subquad.runs.lock import alone
+from subquad.runs.lock import exclusive
 from subquad.training import load, train
 from tests.training.fake import SETTINGS, FakeText
 from tests.training.weights import last
@@ -112,7 +112,7 @@ def test_fsdp_on_cpus_is_refused_rather_than_ignored(tmp_path):
 
 
 def test_a_folder_that_another_run_writes_to_is_refused_by_all_processes(tmp_path):
-    with alone(tmp_path / "shared", "training"):
+    with exclusive(tmp_path / "shared", "training"):
         workers = two(tmp_path, {}, target=refused)
         for worker in workers:
             worker.join(120)

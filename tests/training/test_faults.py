@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 import subquad as sq
 from subquad.runs import checkpoints
-from subquad.runs.stop import Stop
+from subquad.runs.stop import StopRequest
 from subquad.training import load, train
 from tests.training.fake import SETTINGS, Fake, FakeText
 from tests.training.weights import equal, last, stop_after, weights
@@ -23,7 +23,7 @@ from tests.training.weights import equal, last, stop_after, weights
 def test_a_stop_makes_a_checkpoint_and_going_on_gives_the_same_bits(run, tmp_path, number):
     whole = run(out=tmp_path / "whole", eval_every=5, save_every=100)
     with pytest.raises(KeyboardInterrupt):
-        run(eval_every=5, save_every=100, watch=stop_after(6, number))
+        run(eval_every=5, save_every=100, on_progress=stop_after(6, number))
     stopped = load(tmp_path / "run" / "results.json").records[0]
     assert (stopped.status, stopped.step) == ("stopped", 7)
     assert checkpoints.latest(tmp_path / "run" / "linear").name == "checkpoint-7"
@@ -44,7 +44,7 @@ def test_the_handlers_of_signals_are_put_back(run):
 
 def test_a_stop_between_methods_leaves_the_others_waiting(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run("linear", "softmax", watch=stop_after(12))
+        run("linear", "softmax", on_progress=stop_after(12))
     assert [r.status for r in load(tmp_path / "run" / "results.json").records] == ["done", "waiting"]
     assert [r.status for r in run("linear", "softmax").records] == ["done", "done"]
 
@@ -80,11 +80,11 @@ def test_a_method_with_other_options_is_refused(run):
 
 def test_a_run_with_other_rows_in_its_batches_is_not_gone_on_with(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run(watch=stop_after(6))
+        run(on_progress=stop_after(6))
     checkpoint = checkpoints.latest(tmp_path / "run" / "linear")
     saved = json.loads((checkpoint / "run.json").read_text())
     (checkpoint / "run.json").write_text(json.dumps({**saved, "order": 3}))
-    checkpoints.seal(checkpoint)
+    checkpoints.write_checksums(checkpoint)
     with pytest.raises(sq.SubquadError, match=r"\(linear, order of rows: 3 there, 2 here\)\. Choose another --out, or"):
         run(resume=True)
     assert [r.status for r in run(fresh=True).records] == ["done"]
@@ -94,7 +94,7 @@ def test_a_run_with_other_rows_in_its_batches_is_not_gone_on_with(run, tmp_path)
 @pytest.mark.parametrize("damage", ["removed", "cut"])
 def test_a_checkpoint_that_is_not_as_it_was_written_is_not_gone_on_from(run, tmp_path, name, damage):
     with pytest.raises(KeyboardInterrupt):
-        run(watch=stop_after(6))
+        run(on_progress=stop_after(6))
     folder = tmp_path / "run" / "linear"
     path = checkpoints.latest(folder) / name
     content = path.read_bytes()
@@ -109,7 +109,7 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_not_gone_on_from(run, tmp
 def test_without_its_best_model_a_run_is_not_gone_on_with(run, tmp_path, damage):
     """It would be missed at the end, when the test rows are scored with it."""
     with pytest.raises(KeyboardInterrupt):
-        run(eval_every=5, watch=stop_after(6))
+        run(eval_every=5, on_progress=stop_after(6))
     best = tmp_path / "run" / "linear" / "best"
     kept = shutil.copytree(best, tmp_path / "kept")
     shutil.rmtree(best) if damage == "removed" else (best / "model.safetensors").write_bytes(b"half")
@@ -135,9 +135,9 @@ class OtherRows(Fake):
 @pytest.mark.parametrize("part", ["train", "valid", "test"])
 def test_a_table_is_of_one_set_of_rows(run, monkeypatch, part):
     with pytest.raises(KeyboardInterrupt):
-        run("linear", watch=stop_after(6))
+        run("linear", on_progress=stop_after(6))
     other = OtherRows(part)
-    monkeypatch.setattr("subquad.training.session.place", lambda task: "tests.training.fake:Fake")
+    monkeypatch.setattr("subquad.training.session.class_path", lambda task: "tests.training.fake:Fake")
     for methods in (["linear"], ["softmax"]):
         with pytest.raises(sq.InputError, match="a table is of one set of rows; those that this machine has now are others"):
             run(*methods, task=other, resume=True)
@@ -199,17 +199,17 @@ def test_arguments_of_another_kind_are_refused(tmp_path):
     for task, methods, said in (
         ("digits", ["linear"], r"task is a Task, such as subquad\.tasks\.TASKS\['digits'\]\(\); got 'digits'"),
         (Fake(), "linear", r"got 'linear'\. Write \['linear'\]"),
-        (Mine(), ["linear"], "Put it into a module, or pass is_apart=False"),
+        (Mine(), ["linear"], "Put it into a module, or pass in_worker=False"),
     ):
         with pytest.raises(sq.InputError, match=said):
             train(task, methods, out=tmp_path / "run")
-    results = train(Mine(), ["linear"], out=str(tmp_path / "run"), threads=1, is_apart=False)
+    results = train(Mine(), ["linear"], out=str(tmp_path / "run"), threads=1, in_worker=False)
     assert results.records[0].status == "done"
 
 
 def test_a_method_whose_folder_is_removed_starts_over(run, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run(watch=stop_after(6))
+        run(on_progress=stop_after(6))
     shutil.rmtree(tmp_path / "run" / "linear")
     run(resume=True)
     run(out=tmp_path / "whole")
@@ -264,11 +264,11 @@ def test_going_on_and_starting_over_contradict_each_other(run, tmp_path):
 
 
 def test_two_runs_do_not_share_a_folder(run):
-    def watch(progress):
+    def on_progress(progress):
         with pytest.raises(sq.SubquadError, match="another training is writing to"):
             run()
 
-    run(settings=replace(SETTINGS, steps=1), watch=watch)
+    run(settings=replace(SETTINGS, steps=1), on_progress=on_progress)
 
 
 def test_a_loss_that_is_no_number_stops_the_method_and_keeps_the_last_good_checkpoint(run, tmp_path):
@@ -333,7 +333,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(run, tmp_path, monkey
     assert "the checkpoint of step 4 is whole. Make room, then run the same command with --resume" in str(error.value)
     folder = tmp_path / "run" / "linear"
     assert checkpoints.latest(folder).name == "checkpoint-4"
-    assert not any((folder / checkpoints.STAGE).iterdir())
+    assert not any((folder / checkpoints.STAGING).iterdir())
     assert load(tmp_path / "run" / "results.json").records[0].status == "failed"
     run(save_every=2, resume=True)
     assert equal(last(folder), last(tmp_path / "whole" / "linear"))
@@ -346,7 +346,7 @@ def test_a_disk_that_is_full_for_real(run, tmp_path, monkeypatch):
     with pytest.raises(
         sq.SubquadError, match=r"could not be written: .*[Ff]ile too large.*Nothing else was lost: there is no checkpoint"
     ):
-        run(settings=settings, is_apart=True)
+        run(settings=settings, in_worker=True)
     (tmp_path / "room").touch()
     assert run(settings=settings, resume=True).records[0].status == "done"
 
@@ -356,15 +356,15 @@ def test_a_kill_between_two_names_loses_no_best_model(run, tmp_path):
     folder = tmp_path / "run" / "linear"
     before = weights(folder / "best")
     os.rename(folder / "best", folder / ".old")
-    (folder / checkpoints.STAGE / "checkpoint-13").mkdir(parents=True, exist_ok=True)
-    checkpoints.tidy(folder)
+    (folder / checkpoints.STAGING / "checkpoint-13").mkdir(parents=True, exist_ok=True)
+    checkpoints.clean_up(folder)
     assert equal(weights(folder / "best"), before)
-    assert not (folder / checkpoints.STAGE).exists()
+    assert not (folder / checkpoints.STAGING).exists()
 
 
 def test_a_crash_costs_one_method(run, tmp_path):
     settings = replace(SETTINGS, options=(("fault", "exit"),))
-    results = run("linear", "softmax", settings=settings, is_apart=True)
+    results = run("linear", "softmax", settings=settings, in_worker=True)
     crashed, other = results.records
     assert crashed.status == "failed"
     assert "the process ended with code 7: no way on" in crashed.why
@@ -462,11 +462,11 @@ def test_a_process_that_has_lost_the_others_lives_to_say_so():
     """Its launcher sends SIGTERM at any moment, also after the run."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Stop() as stop:
-            stop.stay()
+        with StopRequest() as stop:
+            stop.keep_handlers()
         assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]  # or the next line would end the tests
         signal.raise_signal(signal.SIGTERM)
-        assert stop.is_asked
+        assert stop.requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -20,7 +20,7 @@ KILLS = 10
 
 
 def work(out, reached):
-    def watch(progress):
+    def on_progress(progress):
         reached.value = progress.record.step
 
     train(
@@ -32,8 +32,8 @@ def work(out, reached):
         eval_every=5,
         save_every=EVERY,
         resume=True,
-        is_apart=False,
-        watch=watch,
+        in_worker=False,
+        on_progress=on_progress,
     )
 
 
@@ -60,7 +60,7 @@ def test_a_run_that_was_killed_again_and_again_ends_with_the_same_bits(fork, tmp
             until = time.monotonic() + wait
             while process.is_alive() and time.monotonic() < until:
                 time.sleep(0.002)
-            while process.is_alive() and kills % 2 and not any((folder / checkpoints.STAGE).glob("*/*")):
+            while process.is_alive() and kills % 2 and not any((folder / checkpoints.STAGING).glob("*/*")):
                 time.sleep(0.0005)  # every other time, while a folder is being written
             process.kill()
         process.join()
@@ -68,7 +68,7 @@ def test_a_run_that_was_killed_again_and_again_ends_with_the_same_bits(fork, tmp
             break
         assert process.exitcode == -9
         kills += 1
-        during_save += any((folder / checkpoints.STAGE).glob("*/*"))
+        during_save += any((folder / checkpoints.STAGING).glob("*/*"))
         newest = checkpoints.latest(folder)
         made = 0 if newest is None else checkpoints.step_of(newest)
         assert reached.value - made <= EVERY

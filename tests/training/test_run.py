@@ -17,7 +17,7 @@ from subquad.runs import checkpoints
 from subquad.tasks.tokens import kept, words
 from subquad.training import load
 from subquad.training.data import Batches
-from subquad.training.plan import chosen
+from subquad.training.plan import choose_methods
 from tests.training.fake import SETTINGS, Fake, FakePairs, FakeText
 from tests.training.weights import equal, last, stop_after, weights
 
@@ -50,7 +50,7 @@ def test_the_best_model_is_that_of_its_step_and_no_later_one(run, tmp_path):
 
     run(eval_every=4, task=Told())
     with pytest.raises(KeyboardInterrupt):
-        run(eval_every=4, out=tmp_path / "short", watch=stop_after(7))
+        run(eval_every=4, out=tmp_path / "short", on_progress=stop_after(7))
     assert equal(weights(tmp_path / "run" / "linear" / "best"), last(tmp_path / "short" / "linear"))
 
 
@@ -114,7 +114,7 @@ def test_a_model_makes_a_loss_of_its_own_only_where_it_counts(run, tmp_path, mon
 def test_the_rate_rises_to_its_height_and_falls_to_nothing(run, tmp_path):
     settings = replace(SETTINGS, warmup=0.5)
     with pytest.raises(KeyboardInterrupt):
-        run(settings=settings, watch=stop_after(1))
+        run(settings=settings, on_progress=stop_after(1))
     rates = [rate(tmp_path / "run")]
     run(settings=settings, resume=True)
     assert [*rates, rate(tmp_path / "run")] == pytest.approx([0.01 * 2 / 6, 0.0])
@@ -134,16 +134,16 @@ def test_all_are_those_that_can_and_the_others_say_why(run):
 
 
 def test_what_is_only_a_bound_is_trained_if_named():
-    able, refused = chosen(Fake(), ["all"], SETTINGS)
+    able, refused = choose_methods(Fake(), ["all"], SETTINGS)
     assert "only if named" in refused["svd"]
     assert {*able, *refused} == set(sq.methods())
-    assert chosen(Fake(), ["svd"], SETTINGS)[0].keys() == {"svd"}
+    assert choose_methods(Fake(), ["svd"], SETTINGS)[0].keys() == {"svd"}
 
 
 def test_the_peak_is_that_of_training_alone():
     """In a process of its own, as trainings are: another's garbage, freed meanwhile, would count against the peak."""
     lines = (
-        "import torch; from subquad.runs.memory import Peak; peak = Peak(torch.device('cpu'))",
+        "import torch; from subquad.runs.memory import PeakMemory; peak = PeakMemory(torch.device('cpu'))",
         "with peak.paused(): torch.ones(2**25)  # 128 MiB",
         "print(peak.bytes()); torch.ones(2**25); print(peak.bytes())",
     )
@@ -173,7 +173,7 @@ def test_epochs_are_passes_over_the_rows(run):
 
 def test_a_run_is_watched(run):
     told = []
-    run("linear", "softmax", watch=lambda p: told.append((p.record.method, p.record.status, p.share)))
+    run("linear", "softmax", on_progress=lambda p: told.append((p.record.method, p.record.status, p.fraction)))
     shares = [share for *_, share in told]
     assert shares == sorted(shares)
     assert told[-1] == ("softmax", "done", 1.0)
@@ -183,10 +183,10 @@ def test_a_run_is_watched(run):
 def test_the_file_is_whole_after_every_change(run, tmp_path):
     seen = []
 
-    def watch(progress):
+    def on_progress(progress):
         seen.append(json.loads((tmp_path / "run" / "results.json").read_text())["records"][0]["status"])
 
-    run(watch=watch)
+    run(on_progress=on_progress)
     assert seen[-1] == "done"
     assert "running" in seen
     assert not list((tmp_path / "run").glob(".results*"))
@@ -204,7 +204,7 @@ def test_only_the_newest_checkpoint_is_kept(run, tmp_path):
 def test_every_parameter_of_every_method_has_a_gradient(task, length):
     """Processes that share a run wait for all of them."""
     settings, task = replace(SETTINGS, length=length), task()
-    splits, (able, _) = task.load(None, settings), chosen(task, ["all"], settings)
+    splits, (able, _) = task.load(None, settings), choose_methods(task, ["all"], settings)
     for config in able.values():
         model = task.model(config, settings)
         model(**splits.collate([splits.train[i] for i in range(8)])).loss.backward()

@@ -26,9 +26,9 @@ def stop_after(step, number=signal.SIGINT):
 
     sent = []
 
-    def watch(progress):
+    def on_progress(progress):
         if progress.record.step == step and not sent:
             sent.append(number)
             os.kill(os.getpid(), number)
 
-    return watch
+    return on_progress

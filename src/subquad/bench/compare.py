@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import random
-import shlex
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from subquad.bench import analysis
 from subquad.bench.measure import saved_inputs
-from subquad.bench.plan import Plan, Progress, check, refusals_of, sample
+from subquad.bench.plan import Plan, check, refusals_of, sample
 from subquad.bench.results import BASELINE, Facts, Pass, Results, Setting, Timing, load, save
-from subquad.bench.worker import Worker, WorkerError
-from subquad.runs.lock import alone
-from subquad.runs.machine import describe, free_memory
-from subquad.runs.results_file import ResultsError
+from subquad.bench.worker import MeasuringWorker, WorkerError
+from subquad.runs.lock import exclusive
+from subquad.runs.machine import describe_machine
+from subquad.runs.memory import free_memory
+from subquad.runs.progress import OnProgress, Progress
+from subquad.runs.results_file import ResultsError, command_line
 
 FILE = "results.json"
 _SLOWEST = 10  # a call and what prepares it may take the budget divided by this
@@ -40,7 +40,7 @@ def compare(
     out: Path,
     *,
     fresh: bool = False,
-    watch: Callable[[Progress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> Results:
     """Run `plan`, going on from the results in folder `out` unless `fresh`; every measurement is in the file when it is made.
 
@@ -48,11 +48,11 @@ def compare(
     """
     check(plan, setting)
     path = out / FILE
-    with alone(out):
+    with exclusive(out, "comparison"):
         results = _begin(plan, setting, path, fresh)
         save(results, path)
-        with Worker(setting, plan.qkv) as worker:
-            run = _Run(plan, results, worker, path, watch)
+        with MeasuringWorker(setting, plan.qkv) as worker:
+            run = _Run(plan, results, worker, path, on_progress)
             run.check_agreement()
             run.first_sweep()
             run.more_rounds()
@@ -64,7 +64,7 @@ def compare(
 def _begin(plan: Plan, setting: Setting, path: Path, fresh: bool) -> Results:
     refusals = refusals_of(plan, setting)
     methods = [m for m in plan.methods if m not in refusals]
-    machine = describe(setting.device)
+    machine = describe_machine(setting.device)
     results = Results(setting, machine)
     if path.exists() and not fresh:
         results = load(path)
@@ -85,7 +85,7 @@ def _begin(plan: Plan, setting: Setting, path: Path, fresh: bool) -> Results:
     results.methods = list(dict.fromkeys([*results.methods, *methods]))
     results.lengths = sorted({*results.lengths, *plan.lengths})
     results.refusals |= refusals
-    results.command = shlex.join(["subquad", *sys.argv[1:]])
+    results.command = command_line()
     results.finished = False
     return results
 
@@ -95,8 +95,8 @@ def _fingerprint(path: Path) -> str:
 
 
 class _Run:
-    def __init__(self, plan: Plan, results: Results, worker: Worker, path: Path, watch: Callable[[Progress], None]) -> None:
-        self.plan, self.results, self.worker, self.path, self.watch = plan, results, worker, path, watch
+    def __init__(self, plan: Plan, results: Results, worker: MeasuringWorker, path: Path, on_progress: OnProgress) -> None:
+        self.plan, self.results, self.worker, self.path, self.on_progress = plan, results, worker, path, on_progress
         self.methods = [m for m in plan.methods if m in results.methods and m != BASELINE]
         self.saved_tokens = 0 if plan.qkv is None else saved_inputs(plan.qkv)[0].shape[2]
         self.begun, self.before = time.monotonic(), results.seconds
@@ -111,7 +111,7 @@ class _Run:
     def check_agreement(self) -> None:
         """A method that is off its reference is not measured."""
         for method in list(self.methods):
-            self._tell(f"checking {method}")
+            self._report(f"checking {method}")
             answer = self._ask(60.0, do="agree", method=method)
             if "failed" in answer:
                 self.results.refusals[method] = answer["failed"]
@@ -175,7 +175,7 @@ class _Run:
             self._time(method, length, kind, base)
 
     def _time(self, method: str, length: int, kind: Pass, base: float | None) -> float | None:
-        self._tell(f"{method}, {length:,} tokens, {kind}")
+        self._report(f"{method}, {length:,} tokens, {kind}")
         timing = self._timing(method, length, kind)
         expected = analysis.seconds(timing) or self._predicted(method, length, kind) or 1.0
         start = time.monotonic()
@@ -240,7 +240,7 @@ class _Run:
             fact.status, fact.why = "predicted", why
             self._keep()
             return
-        self._tell(f"{method}, {length:,} tokens, memory and error")
+        self._report(f"{method}, {length:,} tokens, memory and error")
         answer = self._ask(60.0 + 20 * (expected or 1.0), do="facts", method=method, length=length)
         if "failed" in answer:
             fact.status, fact.why, fact.peak_bytes = "failed", answer["failed"], None
@@ -280,13 +280,13 @@ class _Run:
         self.results.seconds = self.before + time.monotonic() - self.begun
         save(self.results, self.path)
 
-    def _tell(self, doing: str) -> None:
+    def _report(self, message: str) -> None:
         cells = len(self.plan.lengths) * len(self.plan.passes) * (1 + len(self.methods)) * self.plan.rounds
         done = sum(
             min(len(t.rounds), self.plan.rounds) if t.status == "measured" else self.plan.rounds for t in self.results.timings
         )
-        self.watch(
-            Progress(doing, min(max(done / cells, 1 - max(self.left, 0.0) / self.plan.budget), 1.0), max(self.left, 0.0))
+        self.on_progress(
+            Progress(message, min(max(done / cells, 1 - max(self.left, 0.0) / self.plan.budget), 1.0), max(self.left, 0.0))
         )
 
 

@@ -38,15 +38,6 @@ class Plan:
     qkv: Path | None = None
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a comparison is: what it does now, which share is done, and seconds left at most."""
-
-    doing: str
-    share: float
-    left: float
-
-
 def default_methods() -> list[str]:
     """All but the baseline itself and oracles, which are compared only when named."""
     return [name for name in all_methods() if name != "softmax" and not resolve(name).info.is_oracle]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from subquad.runs.results_file import ResultsError, read, write_json
+from subquad.runs.results_file import ResultsError, read_results, write_results
 
 SCHEMA, VERSION = "subquad.compare", 1
 BASELINE = "sdpa"
@@ -93,7 +93,7 @@ class Results:
 
 def save(results: Results, path: Path) -> None:
     """Wholly, or not at all."""
-    write_json(path, {"schema": SCHEMA, "version": VERSION, **_plain(results)})
+    write_results(path, SCHEMA, VERSION, _plain(results))
 
 
 def _plain(results: Results) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _plain(results: Results) -> dict[str, Any]:
 
 def load(path: Path) -> Results:
     """What `save` wrote."""
-    fields = read(path, SCHEMA, VERSION)
+    fields = read_results(path, SCHEMA, VERSION)
     try:
         fields["setting"] = Setting(**fields["setting"])
         fields["timings"] = [Timing(**{**t, "rounds": [(s, b) for s, b in t["rounds"]]}) for t in fields["timings"]]

@@ -1,18 +1,11 @@
-"""The process that measures: what crashes it, or fills the memory, costs one cell.
+"""The process that measures, so that a crash or full memory costs one cell.
 
-It reads orders and writes answers, one JSON object a line. `Worker` is the side of the process that asks.
+`Bench` is what it can do, and `MeasuringWorker` the side of the process that asks.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import queue
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,123 +13,85 @@ from types import TracebackType
 from typing import Any
 
 from subquad.bench.results import BASELINE, Setting
+from subquad.registry import load_module, module_of, resolve
+from subquad.runs.worker import Connection, Worker, why_ended
 
 
 class WorkerError(Exception):
-    """The worker died, or did not answer in time."""
+    """The worker ended, or did not answer in time."""
 
 
-class Worker:
-    """A process to measure in; it is started again after it has died."""
+class MeasuringWorker:
+    """A process to measure in; it is started when it is needed, and again after it has ended."""
 
     def __init__(self, setting: Setting, qkv: Path | None = None) -> None:
-        self._command = [sys.executable, "-m", "subquad.bench.worker", json.dumps(asdict(setting)), str(qkv or "")]
-        self._process: subprocess.Popen[str] | None = None
-        self._answers: queue.Queue[str | None] = queue.Queue()
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the worker may say something
+        self._settings = {"setting": asdict(setting), "qkv": None if qkv is None else str(qkv)}
+        self._worker: Worker | None = None
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the worker may write to it
 
-    def ask(self, timeout: float, **order: Any) -> dict[str, Any]:
-        """The answer to one order; raises WorkerError if there is none."""
-        process = self._started()
-        assert process.stdin is not None
+    def ask(self, timeout: float, do: str, method: str, **arguments: Any) -> dict[str, Any]:
+        """The answer to one order, which is a method of `Bench`; WorkerError if there is none."""
+        module = None if method == BASELINE else module_of(resolve(method))
+        worker = self._started()
         try:
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
-            line = self._answers.get(timeout=timeout)
-        except queue.Empty:
+            worker.send({"do": do, "module": module, "method": method, **arguments})
+            answer = worker.receive(timeout)
+        except TimeoutError as error:
             self.stop()
-            raise WorkerError(f"no answer within {timeout:.0f} s") from None
+            raise WorkerError(str(error)) from None
         except OSError:
-            line = None
-        if line is None:
-            raise WorkerError(self._last_words())
-        return dict(json.loads(line))
+            answer = None
+        if answer is None:
+            self._worker = None
+            code = worker.wait()
+            self._log.seek(0)
+            raise WorkerError(why_ended(code, self._log.read()))
+        return answer
 
     def stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            _end(process)
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> MeasuringWorker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self.stop()
-        self._said.close()
+        self._log.close()
 
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            self._answers = queue.Queue()
-            pipe = subprocess.PIPE
-            # A group of its own: Ctrl-C is for the process that asks.
-            process = subprocess.Popen(
-                self._command, stdin=pipe, stdout=pipe, stderr=self._said, text=True, start_new_session=True
-            )
-            threading.Thread(target=_collect, args=(process, self._answers), daemon=True).start()
-            self._process = process
-        return self._process
-
-    def _last_words(self) -> str:
-        assert self._process is not None
-        code = _end(self._process)
-        self._process = None
-        if code == -9:
-            return "the process was killed, most likely for want of memory"
-        self._said.seek(0)
-        lines = [line.strip() for line in self._said.read().splitlines() if line.strip()]
-        return f"the process ended with code {code}" + (f": {lines[-1]}" if lines else "")
+    def _started(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker("subquad.bench.worker:main", self._log)
+            self._worker.send(self._settings)
+        return self._worker
 
 
-def _end(process: subprocess.Popen[str]) -> int:
-    """Wait for the process, and close what was open to it."""
-    code = process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # what was not written yet is for nobody
-                pipe.close()
-    return code
-
-
-def _collect(process: subprocess.Popen[str], answers: queue.Queue[str | None]) -> None:
-    assert process.stdout is not None
-    with contextlib.suppress(ValueError):  # closed meanwhile
-        for line in process.stdout:
-            answers.put(line)
-    answers.put(None)
-
-
-def serve(setting: Setting, qkv: Path | None) -> None:
-    """Answer the orders on standard input."""
+def main() -> None:
+    """In the worker: answer orders until the process that gives them ends."""
     import torch
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
+    connection = Connection()
+    settings = connection.receive()
+    setting = Setting(**settings["setting"])
     torch.set_num_threads(setting.threads)
-    bench = _Bench(setting, qkv)
-    orders: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_listen, args=(orders,), daemon=True).start()
+    bench = Bench(setting, None if settings["qkv"] is None else Path(settings["qkv"]))
     while True:
-        order = json.loads(orders.get())
+        order = connection.receive()
+        do, module = order.pop("do"), order.pop("module")
         try:
-            answer = getattr(bench, order.pop("do"))(**order)
+            if module is not None:
+                load_module(module)
+            answer = getattr(bench, do)(**order)
         except MemoryError:
             answer = {"failed": "out of memory"}
         except Exception as error:
             answer = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        connection.send(answer)
 
 
-def _listen(orders: queue.Queue[str]) -> None:
-    """Pass orders on; when nobody is left to give any, end, whatever is going on."""
-    for line in sys.stdin:
-        orders.put(line)
-    os._exit(0)
-
-
-class _Bench:
-    """What the worker can do; inputs and modules of one length are kept."""
+class Bench:
+    """The measurements that a worker makes. It keeps the inputs and modules of one length."""
 
     def __init__(self, setting: Setting, qkv: Path | None) -> None:
         from subquad.bench import measure
@@ -158,7 +113,7 @@ class _Bench:
         """Peak bytes of a forward pass, and the errors of its output."""
         self._at(length)
         run = self.runs[method, "forward"] = self.measure.runner(method, self.setting, length, "forward", self.inputs)
-        taken, found = self.measure.peak_bytes(run, self.setting.device)  # this warms up, too
+        peak, found = self.measure.peak_bytes(run, self.setting.device)  # this warms up, too
         errors = {}
         if method == BASELINE:
             self.exact = found
@@ -167,10 +122,10 @@ class _Bench:
             errors["random"] = self.measure.error(found, self.exact)
             real = None if self.saved is None else self.measure.saved_error(method, self.setting, length, self.saved)
             errors |= {} if real is None else {"real": real}
-        return {"bytes": taken, "errors": errors}
+        return {"bytes": peak, "errors": errors}
 
     def _run(self, method: str, length: int, kind: Any) -> Callable[[], Any]:
-        """What is timed, after a first call that warms up."""
+        """The call to time, after a first one that warms up."""
         self._at(length)
         if (method, kind) not in self.runs:
             self.runs[method, kind] = self.measure.runner(method, self.setting, length, kind, self.inputs)
@@ -182,7 +137,3 @@ class _Bench:
             self.runs, self.exact = {}, None
             self.inputs = self.measure.inputs(self.setting, length)
             self.length = length
-
-
-if __name__ == "__main__":
-    serve(Setting(**json.loads(sys.argv[1])), Path(sys.argv[2]) if sys.argv[2] else None)

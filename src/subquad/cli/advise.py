@@ -60,11 +60,11 @@ def advise(
 
 def _where(results: Any, path: Path | None) -> str:
     """What an advice rests on."""
-    from subquad.runs.machine import describe
+    from subquad.runs.machine import describe_machine
 
     if results is None:
         return "just now, on this machine."
-    here = describe(results.setting.device)
+    here = describe_machine(results.setting.device)
     place = "this machine" if results.machine.get("processor") == here.get("processor") else "another machine than this"
     shape = f"{results.setting.heads} heads of {results.setting.head_dim} channels, {results.setting.dtype}"
     return f"in {path}, on {place}: {results.machine.get('processor')}, {results.setting.threads} threads, {shape}."

@@ -51,11 +51,9 @@ def compare(
     plan = Plan(tuple(names), tuple(_lengths(lengths)), tuple(kinds), budget=60 * budget, qkv=qkv)  # type: ignore[arg-type]
     setting = Setting(heads, head_dim, batch, dtype, causal, device, threads or torch.get_num_threads())
     stopped = False
-    with Bar() as bar:
+    with Bar(precision="at most") as bar:
         try:
-            results = run(
-                plan, setting, out, fresh=fresh, watch=lambda p: bar.show(p.doing, p.share, f"{p.left:.0f} s left at most")
-            )
+            results = run(plan, setting, out, fresh=fresh, on_progress=bar.show)
         except KeyboardInterrupt:
             results, stopped = load(out / FILE), True
     _report(results, out, png)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from subquad import InputError, OptionError
-from subquad.cli.terminal import Bar, configured, folder_named, print_table, time_left
+from subquad.cli.terminal import Bar, configured, folder_named, print_table
 from subquad.errors import load_extra
 
 _WORST = 10  # heads that are printed
@@ -67,7 +67,7 @@ def convert(
     """Swap a pretrained model's attention, measure what that breaks, repair it and save it."""
     from subquad.conversion.plan import Plan
     from subquad.conversion.results import as_json as written
-    from subquad.conversion.run import Doing, run
+    from subquad.conversion.run import run
 
     if resume and fresh:
         raise InputError("--resume goes on, and --fresh starts over; got both. Pass one of them.")
@@ -86,12 +86,9 @@ def convert(
         dtype=dtype, seed=seed, threads=threads,
     )  # fmt: skip
 
-    def show(doing: Doing) -> None:
-        bar.show(doing.what, doing.share, time_left(doing.left))
-
     with Bar() as bar:
         try:
-            results = run(plan, out, resume=resume, fresh=fresh, watch=show)
+            results = run(plan, out, resume=resume, fresh=fresh, on_progress=bar.show)
         except KeyboardInterrupt:
             Console(stderr=True).print(
                 f"Stopped. What was done is kept in {escape(str(out))}; the same command with --resume goes on from it.",

@@ -35,23 +35,23 @@ def generate(
 
     from subquad.conversion.generation import Writer
     from subquad.report.figures import size
-    from subquad.runs.determinism import quiet
-    from subquad.runs.stop import Stop
+    from subquad.runs.progress import no_transformers_bars
+    from subquad.runs.stop import StopRequest
 
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if threads is not None:
         torch.set_num_threads(threads)
-    with quiet():
+    with no_transformers_bars():
         writer = Writer.open(model, is_bytes=is_bytes, dtype=dtype)
 
     def told(piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    with Stop() as stop:
+    with StopRequest() as stop:
         written = writer.write(
             text, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
-            beyond_context=beyond_context, tell=told if stream else None, is_stopping=lambda: stop.is_asked,
+            beyond_context=beyond_context, tell=told if stream else None, is_stopping=lambda: stop.requested,
         )  # fmt: skip
     typer.echo("" if stream else written.text)
     state = "no cache" if written.state_bytes is None else f"a state of {size(written.state_bytes)}"
@@ -59,5 +59,5 @@ def generate(
     speed = f"{count}, {written.tokens / written.seconds:,.1f} a second, {state}"
     ending = " (the context is full; --beyond-context goes on)" if written.is_cut else ""
     Console(stderr=True, highlight=False).print(f"{speed}{ending}", style="dim", soft_wrap=True)
-    if stop.is_asked:
+    if stop.requested:
         raise typer.Exit(130)

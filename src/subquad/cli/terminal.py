@@ -12,48 +12,60 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
 from rich.table import Table
 from typer import BadParameter
 
-from subquad import Mechanism, OptionError
+from subquad.errors import OptionError
+from subquad.families.base import Mechanism
 from subquad.registry import resolve
+from subquad.runs.progress import Progress
 
 LINE_EVERY = 60.0  # seconds
 _WIDEST = 1_000  # columns of a table
 
 
 class Bar:
-    """A progress bar with what is done now and the time left; where there is no terminal, a line a minute."""
+    """A progress bar with a message and the time left; if the output is not a terminal, a line a minute instead.
 
-    def __init__(self, is_shown: bool = True) -> None:
+    Args:
+        is_shown: False for a bar that prints nothing.
+        precision: what comes before the time left: "about", or "at most".
+    """
+
+    def __init__(self, is_shown: bool = True, precision: str = "about") -> None:
         columns = (TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.fields[left]}"))
         console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not is_shown)
-        self._progress = Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal))
-        self._task = self._progress.add_task("starting", total=1.0, left="")
-        self._told = time.monotonic()
+        self._bar = RichProgress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal))
+        self._task = self._bar.add_task("starting", total=1.0, left="")
+        self._precision = precision
+        self._printed_at = time.monotonic()
 
-    def show(self, doing: str, share: float, left: str) -> None:
-        self._progress.update(self._task, completed=share, description=doing, left=left)
-        console = self._progress.console
-        if not console.is_terminal and time.monotonic() > self._told + LINE_EVERY:
-            console.print(", ".join(filter(None, [doing, f"{share:.0%}", left])), markup=False)
-            self._told = time.monotonic()
+    def show(self, progress: Progress) -> None:
+        """The progress callback of a command."""
+        left = "" if progress.seconds_left is None else f"{self._precision} {duration(progress.seconds_left)} left"
+        self._bar.update(self._task, completed=progress.fraction, description=progress.message, left=left)
+        console = self._bar.console
+        if not console.is_terminal and time.monotonic() > self._printed_at + LINE_EVERY:
+            console.print(", ".join(filter(None, [progress.message, f"{progress.fraction:.0%}", left])), markup=False)
+            self._printed_at = time.monotonic()
 
     def __enter__(self) -> Bar:
-        self._progress.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._bar.stop()
 
 
-def time_left(seconds: float | None) -> str:
-    """In words, for the bar; nothing where it is not known."""
-    if seconds is None:
-        return ""
+def duration(seconds: float) -> str:
+    """Seconds in words, such as "2 min 05 s"."""
     minutes, rest = divmod(round(seconds), 60)
-    return f"about {minutes} min {rest:02} s left" if minutes else f"about {rest} s left"
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
 def print_table(console: Console, table: Any) -> None:

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from subquad import InputError, Mechanism, MissingExtraError
-from subquad.cli.terminal import Bar, configured, folder_named, named_values, print_table, print_whole, time_left
+from subquad.cli.terminal import Bar, configured, folder_named, named_values, print_table, print_whole
+from subquad.errors import InputError, MissingExtraError
+from subquad.families.base import Mechanism
 from subquad.registry import resolve
 
 _WORDS = 35  # columns for what a task is, of the 80 that a window has
@@ -65,15 +66,15 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Train any number of methods on a task: the same model, the same data, one table."""
-    from subquad.training import Progress
+    from subquad.training import TrainingProgress
     from subquad.training import train as run
-    from subquad.training.plan import named
+    from subquad.training.plan import find_task
     from subquad.training.results import as_json as written
 
     if not task:
         _list_tasks()
         return
-    chosen = named(task)
+    chosen = find_task(task)
     given = {
         "length": length, "layers": layers, "dim": dim, "heads": heads, "batch": batch, "lr": lr, "warmup": warmup,
         "dropout": dropout, "label_smoothing": label_smoothing, "weight_decay": weight_decay, "seed": seed,
@@ -86,18 +87,16 @@ def train(
     is_first = os.environ.get("RANK", "0") == "0"
     console = Console(highlight=False, quiet=not is_first)
 
-    def show(progress: Progress) -> None:
-        record = progress.record
-        curve = "" if record.loss is None else f" loss {record.loss:.3g} {_sparkline([loss for _, loss in record.losses])}"
-        left = time_left(progress.left)
-        bar.show(f"{record.method}, step {record.step:,}{curve}", progress.share, left)
+    def on_progress(progress: TrainingProgress) -> None:
+        curve = _sparkline([loss for _, loss in progress.record.losses])
+        bar.show(replace(progress, message=f"{progress.message} {curve}"))
 
     with Bar(is_shown=is_first) as bar:
         try:
             results = run(
                 chosen, _methods(method, method_option or []), replace(chosen.info.defaults, **changes), folder,
                 precision=precision, checkpointing=checkpointing, eval_every=eval_every, eval_rows=eval_rows,  # type: ignore[arg-type]
-                save_every=save_every, threads=threads, data=data, resume=resume, fresh=fresh, watch=show,
+                save_every=save_every, threads=threads, data=data, resume=resume, fresh=fresh, on_progress=on_progress,
             )  # fmt: skip
         except KeyboardInterrupt:
             Console(stderr=True, quiet=not is_first).print(
@@ -184,7 +183,9 @@ def _print(console: Console, results: Any, places: list[Path]) -> None:
 
 
 def _sparkline(values: Sequence[float], width: int = 12) -> str:
-    """The curve of `values` in so many characters."""
+    """The curve of `values`, at most `width` characters wide."""
+    if not values:
+        return ""
     count = min(width, len(values))
     means = []
     for i in range(count):

@@ -11,8 +11,8 @@ from typing import Any
 
 from subquad.conversion.diagnosis import Diagnosis, Head
 from subquad.conversion.repair.keep import Kept, Tried
-from subquad.conversion.repair.loop import Progress
-from subquad.runs.results_file import ResultsError, read, write_json
+from subquad.conversion.repair.loop import StageProgress
+from subquad.runs.results_file import ResultsError, read_results, write_results
 
 SCHEMA, VERSION = "subquad.convert", 1
 FILE = "results.json"
@@ -47,7 +47,7 @@ class Results:
     diagnoses: dict[str, Diagnosis] = field(default_factory=dict)
     tried: list[Tried] = field(default_factory=list)
     kept: Kept | None = None
-    stages: dict[str, Progress] = field(default_factory=dict)
+    stages: dict[str, StageProgress] = field(default_factory=dict)
     is_saved: bool = False
 
     @property
@@ -70,12 +70,12 @@ class Results:
 
 def save(results: Results, path: Path) -> None:
     """Wholly, or not at all."""
-    write_json(path, {"schema": SCHEMA, "version": VERSION, **plain(results)})
+    write_results(path, SCHEMA, VERSION, plain(results))
 
 
 def load(path: Path) -> Results:
     """What `save` wrote."""
-    saved = read(path, SCHEMA, VERSION)
+    saved = read_results(path, SCHEMA, VERSION)
     try:
         known = {f.name: saved[f.name] for f in fields(Results)}
         known["diagnoses"] = {part: _diagnosis(found) for part, found in known["diagnoses"].items()}
@@ -103,9 +103,9 @@ def _diagnosis(saved: dict[str, Any]) -> Diagnosis:
     return Diagnosis(**{**saved, "heads": tuple(Head(**head) for head in saved["heads"])})
 
 
-def _progress(saved: dict[str, Any]) -> Progress:
+def _progress(saved: dict[str, Any]) -> StageProgress:
     losses = [(int(step), float(loss)) for step, loss in saved["losses"]]
-    return Progress(**{**saved, "losses": losses, "loss": math.nan if saved["loss"] is None else saved["loss"]})
+    return StageProgress(**{**saved, "losses": losses, "loss": math.nan if saved["loss"] is None else saved["loss"]})
 
 
 def _kept(saved: dict[str, Any]) -> Kept:

@@ -7,13 +7,11 @@ OUT/model           the converted model and its tokenizer; `from_pretrained` rea
 
 from __future__ import annotations
 
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from subquad.conversion.activations import last_states
 from subquad.conversion.diagnosis import diagnose
 from subquad.conversion.plan import STAGES, Plan
 from subquad.conversion.pretrained import open_config, open_model, open_tokenizer, require_convertible
-from subquad.conversion.repair import Progress, align, finetune, keep_softmax, transfer
+from subquad.conversion.repair import StageProgress, align, finetune, keep_softmax, transfer
 from subquad.conversion.repair.alignment import converted_sites
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import converted_layers, require_count
@@ -37,50 +35,41 @@ from subquad.conversion.text import Calibration, calibration
 from subquad.errors import InputError
 from subquad.registry import options_of, resolve
 from subquad.runs import checkpoints
-from subquad.runs.determinism import deterministic, quiet
-from subquad.runs.lock import alone
-from subquad.runs.machine import describe
-from subquad.runs.results_file import ResultsError, differences
-from subquad.runs.stop import Stop
+from subquad.runs.determinism import deterministic
+from subquad.runs.lock import exclusive
+from subquad.runs.machine import describe_machine
+from subquad.runs.progress import OnProgress, Progress, no_transformers_bars
+from subquad.runs.results_file import ResultsError, command_line, differences
+from subquad.runs.stop import StopRequest
 
 MODEL, REPAIR, PAGE = "model", "repair", "report.html"
 
 
-@dataclass(frozen=True)
-class Doing:
-    """How far a part of a conversion is, and the seconds left for it, where they can be told."""
-
-    what: str
-    share: float
-    left: float | None
-
-
-Watch = Callable[[Doing], object]
-
-
-def run(plan: Plan, out: Path, *, resume: bool = False, fresh: bool = False, watch: Watch = lambda doing: None) -> Results:
+def run(
+    plan: Plan, out: Path, *, resume: bool = False, fresh: bool = False, on_progress: OnProgress = lambda progress: None
+) -> Results:
     """Do what `plan` says, in the folder `out`, and return what was found.
 
     Args:
         resume: go on with what is unfinished in `out`.
         fresh: start over, and remove the conversion in `out`.
-        watch: told as it goes on.
+        on_progress: called with a `Progress` as it advances.
 
     Raises:
         SubquadError: before anything is written, where it cannot be done.
         KeyboardInterrupt: after Ctrl-C or SIGTERM, when what was learnt is written.
     """
     plan.check()
-    with deterministic(plan.threads or torch.get_num_threads()), quiet():
-        watch(Doing(f"loading {plan.model}", 0.0, None))
-        job = _prepared(plan, out, watch)
-        with alone(out, "conversion"), Stop() as job.stop:
+    with deterministic(plan.threads or torch.get_num_threads()), no_transformers_bars():
+        on_progress(Progress(f"loading {plan.model}", 0.0, None))
+        job = _prepared(plan, out, on_progress)
+        with exclusive(out, "conversion"), StopRequest() as job.stop:
             job.begin(resume, fresh)
             job.do()
     return job.results
 
 
-def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
+def _prepared(plan: Plan, out: Path, on_progress: OnProgress) -> _Job:
     """All that can be refused is refused here, before anything is written."""
     config = open_config(plan.model, plan.gguf)
     require_convertible(plan.model, config)
@@ -95,12 +84,12 @@ def _prepared(plan: Plan, out: Path, watch: Watch) -> _Job:
         )  # fmt: skip
         _require_reads(original, text)
     results = Results(
-        plan.model, type(original).__name__, method.info.name, options_of(method), plan.identity(text), describe()
+        plan.model, type(original).__name__, method.info.name, options_of(method), plan.identity(text), describe_machine()
     )
     if text is not None:
         judged, learnt = (sum(batch["input_ids"].numel() for batch in part) for part in (text.judged, text.learnt))
         results.calibration = {"files": [str(path) for path in plan.text], "judged_by": judged, "learnt_from": learnt}
-    job = _Job(plan, out, watch, original, tokenizer, text, results)
+    job = _Job(plan, out, on_progress, original, tokenizer, text, results)
     job.swap()
     if plan.keep:
         require_count(plan.keep, len(converted_layers(job.converted)))
@@ -141,14 +130,14 @@ def _tokenizer(plan: Plan) -> Any:
 class _Job:
     """The parts of a conversion; each leaves what it found in the results, and is not repeated if that is there."""
 
-    stop: Stop
+    stop: StopRequest
 
     def __init__(
-        self, plan: Plan, out: Path, watch: Watch, original: PreTrainedModel, tokenizer: Any, text: Calibration | None,
-        results: Results,
+        self, plan: Plan, out: Path, on_progress: OnProgress, original: PreTrainedModel, tokenizer: Any,
+        text: Calibration | None, results: Results,
     ) -> None:  # fmt: skip
-        self.plan, self.out, self.watch, self.original, self.tokenizer, self.text = plan, out, watch, original, tokenizer, text
-        self.results = results
+        self.plan, self.out, self.on_progress, self.results = plan, out, on_progress, results
+        self.original, self.tokenizer, self.text = original, tokenizer, text
         self.converted: PreTrainedModel = original
 
     def begin(self, resume: bool, fresh: bool) -> None:
@@ -167,7 +156,7 @@ class _Job:
             self.results = replace(found, calibration=self.results.calibration)
         else:
             self._clear(_is_conversion(path))
-        self.results.command = shlex.join(["subquad", *sys.argv[1:]])
+        self.results.command = command_line()
         self._save()
 
     def do(self) -> None:
@@ -236,30 +225,30 @@ class _Job:
         elif stage == "lora":
             learn = partial(finetune, loss=kind_of(self.converted, self.plan.loss), **self.plan.changes())
 
-        def told(progress: Progress) -> None:
+        def told(progress: StageProgress) -> None:
             known = self.results.stages.get(stage)
             self.results.stages[stage] = replace(progress, losses=list(progress.losses))
             if known is None or len(known.losses) < len(progress.losses):
                 self._save()
             left = _left(progress, self.plan.minutes)
             loss = f"loss {progress.loss:.3g}, best {progress.best[1]:.3g}"
-            self.watch(Doing(f"{stage}, step {progress.step:,}, {loss}", progress.step / progress.steps, left))
+            self.on_progress(Progress(f"{stage}, step {progress.step:,}, {loss}", progress.step / progress.steps, left))
 
-        self.watch(Doing(stage, 0.0, None))
+        self.on_progress(Progress(stage, 0.0, None))
         torch.manual_seed(self.plan.seed)
         self.results.stages[stage] = learn(
             self.original, self.converted, self.text.learnt, self.plan.schedule(stage),
-            folder=self.out / REPAIR, tell=told, is_stopping=lambda: self.stop.is_asked,
+            folder=self.out / REPAIR, tell=told, is_stopping=lambda: self.stop.requested,
         )  # fmt: skip
         self.results.conversion = self.converted.config.subquad
         self._save()
-        if self.stop.is_asked and not self.results.stages[stage].ended:
+        if self.stop.requested and not self.results.stages[stage].ended:
             raise KeyboardInterrupt
 
     def _write(self) -> None:
-        self.watch(Doing("saving", 0.0, None))
-        checkpoints.write(self.out / MODEL, self._fill)
-        shutil.rmtree(self.out / checkpoints.STAGE, ignore_errors=True)
+        self.on_progress(Progress("saving", 0.0, None))
+        checkpoints.write_folder(self.out / MODEL, self._fill)
+        shutil.rmtree(self.out / checkpoints.STAGING, ignore_errors=True)
         self.results.is_saved = True
         self._save()
 
@@ -274,11 +263,11 @@ class _Job:
         begun = time.monotonic()
 
         def tell(done: int, of: int) -> None:
-            if self.stop.is_asked:
+            if self.stop.requested:
                 raise KeyboardInterrupt
-            self.watch(Doing(f"{what}, {done} of {of}", done / of, (time.monotonic() - begun) * (of - done) / done))
+            self.on_progress(Progress(f"{what}, {done} of {of}", done / of, (time.monotonic() - begun) * (of - done) / done))
 
-        self.watch(Doing(what, 0.0, None))
+        self.on_progress(Progress(what, 0.0, None))
         yield tell
 
     def _save(self) -> None:
@@ -307,6 +296,6 @@ def _settings(results: Results) -> dict[str, Any]:
     return {**results.settings, "method": results.method, **results.options}
 
 
-def _left(progress: Progress, minutes: float | None) -> float | None:
+def _left(progress: StageProgress, minutes: float | None) -> float | None:
     left = progress.seconds / progress.step * (progress.steps - progress.step)
     return left if minutes is None else max(0.0, min(left, 60 * minutes - progress.seconds))

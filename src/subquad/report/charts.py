@@ -17,7 +17,7 @@ from subquad.errors import load_extra
 from subquad.report import figures
 from subquad.report.labels import on_log_axis, placed
 from subquad.report.looks import Look, looks, theme
-from subquad.runs import files
+from subquad.runs.files import write_atomically
 
 Spec = dict[str, Any]
 FORMATS = ("png", "svg")
@@ -80,7 +80,7 @@ def write(path: Path, content: bytes) -> None:
     """Wholly, or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, content)
+        write_atomically(path, content)
     except OSError as error:
         raise InputError(
             f"a report goes to a directory that can be written; got {str(path)!r}: {error.strerror or error}. Choose another."

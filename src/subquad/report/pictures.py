@@ -25,7 +25,7 @@ from torch import Tensor
 from subquad import InputError
 from subquad.errors import load_extra
 from subquad.report.attention_map import AttentionMap
-from subquad.runs import files
+from subquad.runs.files import write_atomically
 
 _ENDINGS = (".png", ".svg")
 _TERMINAL_CELLS, _FILE_CELLS = 64, 128
@@ -128,7 +128,7 @@ def save(shown: AttentionMap, path: str | os.PathLike[str]) -> None:
         raise InputError(f"a picture's file ends in {' or '.join(_ENDINGS)}; got {str(path)!r}. Give it one of these endings.")
     picture = _rendered(_chart(shown), path.suffix.lower()[1:])
     try:
-        files.write(path, picture)
+        write_atomically(path, picture)
     except OSError as error:
         raise InputError(
             f"a picture goes to a file in a directory that can be written; got {str(path)!r}: {error.strerror}. Choose another."

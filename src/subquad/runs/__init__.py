@@ -1,1 +1,1 @@
-"""What every long command shares: folder lock, atomic files, stopping, progress, worker processes, machine record."""
+"""What every long command shares: folder lock, atomic files, checkpoints, stopping, progress, workers, the machine record."""

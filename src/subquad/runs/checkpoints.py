@@ -1,9 +1,9 @@
-"""Folders that are never half written: checkpoints to go on from, and the best model so far.
+"""Checkpoint folders, written atomically: checkpoints to resume from, and the best model so far.
 
-A folder is filled under another name, brought to the disk, and renamed. What it replaces goes only after that. It has the
-checksums of its files beside them: of one that somebody has changed since, nothing is gone on from.
+A folder is filled under another name, flushed to the disk and renamed; what it replaces is removed only after that. Beside its
+files are their checksums, so that a run refuses to resume from a folder that was changed.
 
-    OUT/METHOD/checkpoint-120   the newest, to go on from
+    OUT/METHOD/checkpoint-120   the newest, to resume from
     OUT/METHOD/best             the best model, as `save_pretrained` writes it
 """
 
@@ -18,15 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from subquad.errors import SubquadError
-from subquad.runs import files
+from subquad.runs.files import write_atomically
 
 PREFIX = "checkpoint-"
 BEST = "best"
-LOG = "log.txt"  # what the process and its libraries say
-STAGE = ".writing"
-CONTENTS = "contents.json"  # in each: the checksum of its other files
+LOG = "log.txt"  # what the worker process and its libraries print
+STAGING = ".writing"  # folders that are being filled
+CHECKSUMS = "contents.json"  # in each folder: the checksums of its other files
 _OLD = ".old"
-_PIECE = 2**20  # bytes read at a time
+_BLOCK = 2**20  # bytes read at a time
 
 
 class SaveError(SubquadError, OSError):
@@ -34,11 +34,11 @@ class SaveError(SubquadError, OSError):
 
 
 class DamagedError(SubquadError):
-    """A checkpoint or a model that is not as it was written."""
+    """A checkpoint or model whose files are not those that were written."""
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint below `folder`."""
+    """The newest checkpoint in `folder`."""
     found = [path for path in folder.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdigit()]
     return max(found, key=step_of, default=None)
 
@@ -47,47 +47,46 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[len(PREFIX) :])
 
 
-def is_used(folder: Path) -> bool:
-    """Whether a run has left a model or a checkpoint in `folder`."""
+def has_any(folder: Path) -> bool:
+    """Whether `folder` has a checkpoint or a best model."""
     return latest(folder) is not None or (folder / BEST).exists()
 
 
-def seal(written: Path) -> None:
-    """Write down what is in it."""
-    files.write(written / CONTENTS, json.dumps(_sums(written)).encode())
+def write_checksums(folder: Path) -> None:
+    write_atomically(folder / CHECKSUMS, json.dumps(_checksums(folder)).encode())
 
 
-def require_whole(written: Path) -> None:
-    """Refuse a checkpoint or a best model in which a file is missing, or not as it was when it was sealed."""
-    there = _sums(written)
+def require_intact(folder: Path) -> None:
+    """Refuse a checkpoint or best model in which a file is missing or has changed since its checksum was written."""
+    found = _checksums(folder)
     try:
-        sealed = dict(json.loads((written / CONTENTS).read_text()))
+        expected = dict(json.loads((folder / CHECKSUMS).read_text()))
     except (OSError, TypeError, ValueError):
-        sealed = {CONTENTS: None}
-    misfits = [name for name in sealed if name not in there or there[name] != sealed[name]]
-    if misfits:
+        expected = {CHECKSUMS: None}
+    wrong = [name for name in expected if name not in found or found[name] != expected[name]]
+    if wrong:
         raise DamagedError(
-            f"a run goes on from what it has written; in {written} these are missing or have changed: "
-            f"{', '.join(misfits)}. Put them back, or remove {written.parent} to start that method over."
+            f"a run resumes only from files that it wrote; in {folder} these are missing or have changed: "
+            f"{', '.join(wrong)}. Put them back, or remove {folder.parent} to start that method over."
         )
 
 
-def _sums(written: Path) -> dict[str, int]:
-    found = sorted(path for path in written.rglob("*") if path.is_file() and path.name != CONTENTS)
-    return {str(path.relative_to(written)): _sum(path) for path in found}
+def _checksums(folder: Path) -> dict[str, int]:
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
+    return {str(path.relative_to(folder)): _checksum(path) for path in found}
 
 
-def _sum(path: Path) -> int:
+def _checksum(path: Path) -> int:
     total = 0
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            total = zlib.crc32(piece, total)
+        while block := file.read(_BLOCK):
+            total = zlib.crc32(block, total)
     return total
 
 
-def tidy(folder: Path) -> None:
-    """Remove what a kill left unfinished, and finish an exchange that it cut in two."""
-    shutil.rmtree(folder / STAGE, ignore_errors=True)
+def clean_up(folder: Path) -> None:
+    """After a kill: remove what is half written, and finish a replacement that was interrupted between its two renames."""
+    shutil.rmtree(folder / STAGING, ignore_errors=True)
     best, old = folder / BEST, folder / _OLD
     if old.exists() and not best.exists():
         os.rename(old, best)
@@ -97,48 +96,48 @@ def tidy(folder: Path) -> None:
         _remove_older(newest)
 
 
-def clear(folder: Path) -> None:
-    """Remove all that a run leaves in `folder`, and the folder if nothing else is in it."""
-    for path in [*folder.glob(f"{PREFIX}*"), folder / BEST, folder / STAGE, folder / _OLD]:
+def remove_all(folder: Path) -> None:
+    """Remove everything that a run leaves in `folder`, and the folder itself if it is then empty."""
+    for path in [*folder.glob(f"{PREFIX}*"), folder / BEST, folder / STAGING, folder / _OLD]:
         shutil.rmtree(path, ignore_errors=True)
     (folder / LOG).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
-def write(
-    target: Path, fill: Callable[[Path], object], is_writer: bool = True, together: Callable[[], None] = lambda: None
+def write_folder(
+    target: Path, fill: Callable[[Path], object], is_writer: bool = True, wait_for_all: Callable[[], None] = lambda: None
 ) -> None:
-    """Let `fill` write into a folder that then stands at `target`, in the place of whatever stood there.
+    """Let `fill` write into a new folder, then put that in the place of `target`.
 
-    Every process fills, `together` waits for all of them, and the one that `is_writer` renames.
+    With several processes all of them fill; `wait_for_all` is their barrier, and the one that `is_writer` renames.
     """
-    unfinished = target.parent / STAGE / target.name
+    unfinished = target.parent / STAGING / target.name
     try:
         if is_writer:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-        together()
+        wait_for_all()
         fill(unfinished)
-        together()
+        wait_for_all()
         if is_writer:
-            seal(unfinished)
-            _sync(unfinished)
-            _exchange(unfinished, target)
-    except Exception as error:  # writers of tensors make errors of their own of what the disk says
+            write_checksums(unfinished)
+            _flush_all(unfinished)
+            _replace(unfinished, target)
+    except Exception as error:  # safetensors and torch raise errors of their own for a full disk
         if is_writer:
             shutil.rmtree(unfinished, ignore_errors=True)
-        raise SaveError(_said(error, target)) from error
+        raise SaveError(_message(error, target)) from error
     if is_writer and target.name.startswith(PREFIX):
         _remove_older(target)
 
 
-def _exchange(unfinished: Path, target: Path) -> None:
+def _replace(unfinished: Path, target: Path) -> None:
     old = target.parent / _OLD
     if target.exists():
         os.rename(target, old)
     os.rename(unfinished, target)
-    _sync_entry(target.parent)
+    _flush(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -148,12 +147,12 @@ def _remove_older(newest: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
+def _flush_all(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        _sync_entry(path)
+        _flush(path)
 
 
-def _sync_entry(path: Path) -> None:
+def _flush(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -161,15 +160,12 @@ def _sync_entry(path: Path) -> None:
         os.close(number)
 
 
-def _said(error: Exception, target: Path) -> str:
+def _message(error: Exception, target: Path) -> str:
     newest = latest(target.parent)
-    kept = "there is no checkpoint yet" if newest is None else f"the checkpoint of step {step_of(newest)} is whole"
+    kept = "there is no checkpoint yet" if newest is None else f"the checkpoint of step {step_of(newest)} is intact"
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    free = f"{shutil.disk_usage(target.parent).free / 2**20:,.0f} MiB are free there"
     return (
-        f"{target} could not be written: {reason} ({_free(target.parent)}). Nothing else was lost: {kept}. "
+        f"{target} could not be written: {reason} ({free}). Nothing else was lost: {kept}. "
         "Make room, then run the same command with --resume."
     )
-
-
-def _free(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there"

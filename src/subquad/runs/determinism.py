@@ -1,4 +1,4 @@
-"""The same bits on every run, and no progress bars but our own."""
+"""The same bits on every run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def deterministic(threads: int) -> Iterator[None]:
-    """So many threads, and the algorithms that give the same bits each time, where there are such."""
+    """Run on `threads` threads, with PyTorch's deterministic algorithms wherever it has one."""
     threads_before, was_on = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
@@ -25,17 +25,3 @@ def deterministic(threads: int) -> Iterator[None]:
         torch.set_num_threads(threads_before)
         torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
         memory.fill_uninitialized_memory = filled
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the progress bars of transformers."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""Files that are never half written."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write(path: Path, content: bytes) -> None:
-    """To a temporary file beside `path`, then renamed: whoever reads sees the old file or the new one."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a temporary file beside `path` and rename it: a reader sees the old file or the new one, never half of one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(content)

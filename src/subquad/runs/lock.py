@@ -10,14 +10,14 @@ from subquad.runs.results_file import ResultsError
 
 
 @contextlib.contextmanager
-def alone(folder: Path, doing: str = "comparison") -> Iterator[int | None]:
-    """While nobody else writes into `folder`: two would overwrite and disturb each other.
+def exclusive(folder: Path, what: str) -> Iterator[int | None]:
+    """Hold the lock of `folder`, so that no other process writes to it; `what` names the run in the error message.
 
-    Gives the lock's file descriptor: a process that inherits it keeps the folder until it ends, too.
+    Yields the lock's file descriptor: a worker that inherits it keeps the folder locked until it ends, too.
     """
     try:
         import fcntl
-    except ImportError:  # not a Unix
+    except ImportError:  # not a Unix system
         yield None
         return
     try:
@@ -28,7 +28,7 @@ def alone(folder: Path, doing: str = "comparison") -> Iterator[int | None]:
         raise ResultsError(f"the results cannot be written to {folder}: {why}. Choose another folder.") from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it ends with the process, however that ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, in whatever way
         except OSError:
-            raise ResultsError(f"another {doing} is writing to {folder}. Wait for it, or choose another --out.") from None
+            raise ResultsError(f"another {what} is writing to {folder}. Wait for it, or choose another --out.") from None
         yield lock.fileno()

@@ -1,4 +1,4 @@
-"""The machine that figures belong to."""
+"""The record of the machine that measurements were made on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 
-def describe(device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Processor, cores, memory, versions, and the commit where this is a checkout."""
+def describe_machine(device: str | torch.device = "cpu") -> dict[str, Any]:
+    """Processor, cores, system, versions, and the commit if subquad runs from a checkout."""
     cpuinfo = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in _lines(cpuinfo) if line.startswith("model name")]
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     device = torch.device(device)
     return {
         "processor": names[0] if names else platform.processor() or platform.machine(),
@@ -29,10 +30,6 @@ def describe(device: str | torch.device = "cpu") -> dict[str, Any]:
     }
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def _commit() -> str | None:
     here = Path(__file__).parent
     try:
@@ -40,15 +37,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def free_memory() -> float:
-    """Bytes that can be had without swapping; infinite where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024.0
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return float("inf")

@@ -1,8 +1,9 @@
-"""The memory that a training holds at its peak, beyond what the process held before there was a model."""
+"""Memory: what is free, and what a training holds at its peak."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,23 @@ import torch
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class Peak:
-    """Counts from when it is made. On the CPU that is resident memory of the process, so it takes a process a method."""
+def free_memory() -> float:
+    """Bytes available without swapping; infinite if the system does not report them."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024.0
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return float("inf")
+
+
+class PeakMemory:
+    """The peak since this object was made, beyond what the process held then.
+
+    On the CPU it is the resident memory of the process, so each method needs a process of its own.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,7 +45,7 @@ class Peak:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While something goes on that is not training."""
+        """Do not count what happens in this block, such as an evaluation."""
         self.bytes()
         self._is_counting = False
         try:
@@ -42,7 +58,7 @@ class Peak:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            with contextlib.suppress(OSError):  # not a Linux: then the highest of all times counts
+            with contextlib.suppress(OSError):  # not Linux: the peak of the whole process counts
                 _RESET.write_text("5")
 
     def _now(self) -> int:
@@ -53,7 +69,7 @@ class Peak:
 
 
 def _resident(name: str) -> int:
-    """VmRSS, the resident bytes, or VmHWM, the most there were."""
+    """Resident bytes: VmRSS now, VmHWM at their peak."""
     if _STATUS.exists():
         return next(1024 * int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith(name))
     import resource

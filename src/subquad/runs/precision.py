@@ -1,4 +1,4 @@
-"""Mixed precision: products in bfloat16 under autocast, weights and sums in the precision that they have."""
+"""Mixed precision: products in bfloat16 under autocast; weights and sums keep their precision."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Precision = Literal["fp32", "bf16"]
 
 def require_precision(precision: str) -> None:
     if precision not in get_args(Precision):
-        raise InputError(f"precision is {' or '.join(get_args(Precision))}; got {precision!r}.")
+        raise InputError(f"precision must be {' or '.join(get_args(Precision))}; got {precision!r}.")
 
 
 def mixed_precision(device: str, precision: Precision) -> AbstractContextManager[object]:
-    """Autocast on that kind of device for "bf16", and nothing for "fp32"."""
+    """Autocast on that type of device for "bf16"; no change for "fp32"."""
     return torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()

@@ -1,37 +1,40 @@
-"""Results of a run as one JSON file, which is always whole."""
+"""The results of a run: one JSON file with a schema and a version, written atomically."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 from subquad.errors import SubquadError
-from subquad.runs.files import write
+from subquad.runs.files import write_atomically
 
 
 class ResultsError(SubquadError, ValueError):
-    """A results file that cannot be read, or that belongs to another comparison."""
+    """A results file that cannot be read or written, or that belongs to another run."""
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_results(path: Path, schema: str, version: int, content: dict[str, Any]) -> None:
+    """Write `content` with its schema and version; the folder is made if need be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, json.dumps(content).encode())
+        write_atomically(path, json.dumps({"schema": schema, "version": version, **content}).encode())
     except OSError as error:
         raise ResultsError(
             f"the results cannot be written to {path}: {error.strerror or error}. Choose another folder."
         ) from error
 
 
-def read(path: Path, schema: str, version: int) -> dict[str, Any]:
-    """What a results file of that schema and version holds."""
+def read_results(path: Path, schema: str, version: int) -> dict[str, Any]:
+    """The content of a results file, which must have that schema and version."""
     try:
         saved = json.loads(path.read_text())
     except OSError as error:
         raise ResultsError(f"the results in {path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
-        raise ResultsError(f"{path} is not whole JSON ({error}). Move it away, or start over with --fresh.") from error
+        raise ResultsError(f"{path} is not valid JSON ({error}). Move it away, or start over with --fresh.") from error
     found = (saved.get("schema"), saved.get("version")) if isinstance(saved, dict) else (None, None)
     if found != (schema, version):
         writer, also = ("release", ", or start over with --fresh") if found[0] == schema else ("program", "")
@@ -42,6 +45,12 @@ def read(path: Path, schema: str, version: int) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if name not in ("schema", "version")}
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    names = dict.fromkeys([*before, *now])
-    return [f"{n}: {before.get(n)!r} there, {now.get(n)!r} here" for n in names if before.get(n) != now.get(n)]
+def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """One phrase for each setting in which a saved run and the current one differ."""
+    names = dict.fromkeys([*saved, *current])
+    return [f"{n}: {saved.get(n)!r} there, {current.get(n)!r} here" for n in names if saved.get(n) != current.get(n)]
+
+
+def command_line() -> str:
+    """The command that is running, as one would type it."""
+    return shlex.join(["subquad", *sys.argv[1:]])

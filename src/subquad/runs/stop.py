@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop, which a run grants after its next step."""
+"""Ctrl-C and SIGTERM as a request to stop, which a run grants after its current step."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stop:
-    """While entered, the first signal asks to stop, and `ask` is called; the second one interrupts at once."""
+class StopRequest:
+    """Inside its `with` block the first signal sets `requested` and calls `on_request`; the second one interrupts at once."""
 
     def __init__(self) -> None:
-        self.is_asked = False
-        self.ask: Callable[[], object] = lambda: None
-        self._before: dict[signal.Signals, Any] = {}
+        self.requested = False
+        self.on_request: Callable[[], object] = lambda: None
+        self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._heard) for number in _SIGNALS}
+            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def stay(self) -> None:
-        """Go on hearing signals after the exit, for what is still to be said: a launcher ends all when one is lost."""
-        self._before.clear()
+    def keep_handlers(self) -> None:
+        """Keep catching signals after the block: a launcher ends all processes when one is lost, before it can report why."""
+        self._previous.clear()
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
             raise KeyboardInterrupt
-        self.is_asked = True
-        self.ask()
+        self.requested = True
+        self.on_request()

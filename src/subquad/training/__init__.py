@@ -1,11 +1,11 @@
 """The training run: one task, the same model and data, any number of mechanisms, one table.
 
-A run is a folder, which can be stopped at any moment and gone on from:
+A run is a folder. It can be stopped at any moment and resumed:
 
-    OUT/results.json          the table and the curves: see `results`
-    OUT/METHOD/best           the best model by the task's metric on its validation rows; `from_pretrained` reads it
-    OUT/METHOD/checkpoint-N   to go on from
-    OUT/METHOD/log.txt        what libraries said
+    OUT/results.json          the table and the curves, see `results`
+    OUT/METHOD/best           the best model by the task's metric on validation rows; `from_pretrained` loads it
+    OUT/METHOD/checkpoint-N   the newest checkpoint, to resume from
+    OUT/METHOD/log.txt        what the worker process and its libraries print
 """
 
 try:
@@ -20,6 +20,6 @@ except ImportError as error:
     ) from error
 
 from subquad.training.results import Record, Results, load
-from subquad.training.session import Progress, train
+from subquad.training.session import TrainingProgress, train
 
-__all__ = ["Progress", "Record", "Results", "load", "train"]
+__all__ = ["Record", "Results", "TrainingProgress", "load", "train"]

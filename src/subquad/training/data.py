@@ -1,8 +1,8 @@
-"""Batches by step: which rows a step reads follows from the seed and the step alone, however often a run was stopped.
+"""Batches by step: the rows of a step depend on the seed and the step alone, however often a run was stopped.
 
-The training rows come epoch after epoch, each in an order of its own, as one stream, cut into batches of one size: an epoch may
-end inside a batch. Rows that have lengths share a batch with others of like lengths, so that few pads are computed. Every
-process takes its part of each batch.
+The epochs, each shuffled differently, form one stream of rows that is cut into batches of equal size, so an epoch may end
+inside a batch. Rows of different lengths are batched with others of similar length, so that there is little padding. Each
+process takes its share of every batch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from subquad.tasks.base import Batch, Row, Splits
 from subquad.tasks.rows import by_length, length, spread
 
 Place = tuple[int, int]  # epoch, row
-ORDER = 2  # of the rows in batches: 1 as they are shuffled, 2 by like lengths. A run goes on only in the order it began with
-_LOOKED_AT = 64  # rows of a part, for the fingerprint
-_POOL = 100  # batches that are cut from rows in the order of their lengths
+ORDER = 2  # of rows in batches: 1 as shuffled, 2 by similar length. A run resumes only with the order that it began with
+_FINGERPRINT_ROWS = 64  # of each split
+_POOL = 100  # batches that are cut from one pool of rows sorted by length
 
 
 class Batches:
-    """For a DataLoader: the places of one process's part of each of `steps` batches."""
+    """A batch sampler: for each of `steps` batches, the (epoch, row) pairs that this process reads."""
 
     def __init__(
         self,
@@ -60,9 +60,10 @@ class Batches:
     def _grouped(
         self, order: list[int], lengths: Sequence[tuple[int, ...]], missing: int, generator: torch.Generator
     ) -> list[int]:
-        """First rows of any length, `missing` in the batch that the epoch before has begun; then batches of like lengths.
+        """The rows of an epoch in batches of similar length.
 
-        These are cut from pools of the shuffled epoch, each sorted, and then shuffled. What is left begins a batch.
+        The first `missing` rows, of any length, complete the last batch of the epoch before. Batches are cut from pools of the
+        shuffled epoch, each sorted by length, and then shuffled. Rows that are left over begin the next batch.
         """
         first, size = min(missing, self.rows), self.batch
         end = self.rows - (self.rows - first) % size
@@ -73,7 +74,7 @@ class Batches:
 
 
 class _Rows(Dataset[Row]):
-    """The training rows by place; those that are drawn anew each epoch are told which one it is."""
+    """The training rows by (epoch, row); datasets that change every epoch have a `set_epoch` method, which is called."""
 
     def __init__(self, rows: Dataset[Row]) -> None:
         self.rows, self.epoch = rows, -1
@@ -96,26 +97,26 @@ def loader(splits: Splits, batches: Batches) -> DataLoader[Row]:
 
 
 def fingerprint(splits: Splits) -> str:
-    """Of how many rows there are, and of what stands in some that are spread over all of them."""
+    """A checksum of the number of rows, and of the content of some rows spread over each split."""
     total = 0
     for rows in (splits.train, splits.valid, splits.test):
         total = zlib.crc32(str(length(rows)).encode(), total)
-        for row in _some(rows):
+        for row in _sample(rows):
             for name, value in sorted(row.items()):
                 content = value.numpy().tobytes() if isinstance(value, torch.Tensor) else str(value).encode()
                 total = zlib.crc32(content, zlib.crc32(name.encode(), total))
     return f"{total:08x}"
 
 
-def _some(rows: Dataset[Row]) -> Iterator[Row]:
+def _sample(rows: Dataset[Row]) -> Iterator[Row]:
     set_epoch: Callable[[int], object] = getattr(rows, "set_epoch", lambda epoch: None)
     set_epoch(0)
-    some = spread(rows, _LOOKED_AT)
+    some = spread(rows, _FINGERPRINT_ROWS)
     return (some[i] for i in range(length(some)))
 
 
 def mixed(*numbers: int) -> int:
-    """One seed from several numbers: nearby ones give unrelated seeds."""
+    """One seed from several numbers; numbers that differ little give unrelated seeds."""
     seed = 0x9E3779B97F4A7C15
     for number in numbers:
         seed = (seed ^ (number + 0x632BE59BD9B4E019)) * 0xD6E8FEB86659FD93 % 2**64

@@ -1,4 +1,4 @@
-"""What a training run is to do, and whether that is possible: the task, the methods, the settings."""
+"""The plan of a training run: task, methods and settings, and whether they go together."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _NEEDS = {
     "causal": ["is_causal", "decode"],
     "encoder-decoder": ["bidirectional", "is_causal", "decode"],
 }
-_MOST = {"steps": 10**9, "epochs": 10**6, "threads": 1024}  # more is a slip, and ends in errors of libraries
-_SHARE, _FORWARD = 0.05, 3  # time of evaluations beside that of steps; rows that are scored while one is learnt from
-_LEAST = 256  # rows of an evaluation, if there are so many
+_MAXIMUM = {"steps": 10**9, "epochs": 10**6, "threads": 1024}  # more is a typo, and libraries fail on it
+_EVAL_SHARE = 0.05  # time of evaluations, as a fraction of that of training steps
+_EVAL_SPEED = 3  # rows that are scored in the time that one takes in training
+_MIN_EVAL_ROWS = 256
 
 
 class UnknownTaskError(SubquadError, LookupError):
@@ -34,11 +35,11 @@ class UnknownTaskError(SubquadError, LookupError):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is the same for all methods of a run.
+    """What all methods of a run have in common.
 
     Args:
-        task: where its class stands, as module:class, so that another process finds it.
-        eval_every, save_every: steps between evaluations, and between checkpoints; by default a fifth and a tenth of all.
+        task: its class as module:class, from which a worker process makes it again.
+        eval_every, save_every: steps between evaluations and between checkpoints; by default a fifth and a tenth of all steps.
         eval_rows: validation rows of an evaluation; by default so many that evaluations take about a twentieth of the run.
         data: folder with local copies of the tasks' data.
     """
@@ -54,7 +55,7 @@ class Plan:
     data: str | None = None
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a run to go on: all that changes the weights or the choice of the best model."""
+        """What must be equal for a run to be resumed: all that affects the weights or the choice of the best model."""
         settings = {**asdict(self.settings), "options": dict(self.settings.options)}
         return {
             "task": self.task,
@@ -74,18 +75,18 @@ class Plan:
         return Plan(**{**saved, "settings": Settings(**{**saved["settings"], "options": options})})
 
 
-class Every:
-    """When a run evaluates and writes a checkpoint, in steps, and how many validation rows an evaluation reads."""
+class Intervals:
+    """Steps between evaluations and between checkpoints, and how many validation rows an evaluation reads."""
 
     def __init__(self, plan: Plan, steps: int) -> None:
         self.evaluation = plan.eval_every or math.ceil(steps / 5)
         self.checkpoint = plan.save_every or math.ceil(steps / 10)
         evaluations = math.ceil(steps / self.evaluation)
-        paid = _SHARE * _FORWARD * steps * plan.settings.batch / evaluations
-        self.rows = plan.eval_rows or max(_LEAST, round(paid))
+        affordable = _EVAL_SHARE * _EVAL_SPEED * steps * plan.settings.batch / evaluations
+        self.eval_rows = plan.eval_rows or max(_MIN_EVAL_ROWS, round(affordable))
 
 
-def named(name: str) -> Task:
+def find_task(name: str) -> Task:
     """The task of that name."""
     from subquad.tasks import TASKS
 
@@ -94,102 +95,106 @@ def named(name: str) -> Task:
     return TASKS[name]()
 
 
-def place(task: Task) -> str:
+def class_path(task: Task) -> str:
+    """The task's class, as module:class."""
     cls = type(task)
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def placed(where: str) -> Task:
-    """The task whose class stands there."""
-    module, _, name = where.partition(":")
+def load_task(path: str) -> Task:
+    """The task whose class is at `path`, see `class_path`."""
+    module, _, name = path.partition(":")
     found: type[Task] = getattr(import_module(module), name)
     return found()
 
 
 def data_folder(data: str | None) -> Path | None:
-    """Where local copies of data are: `data`, or what SUBQUAD_DATA names; None for the public source."""
+    """The folder with local copies of data: `data`, or SUBQUAD_DATA; None for the public source."""
     base = data or os.environ.get("SUBQUAD_DATA")
     return Path(base) if base else None
 
 
-def chosen(task: Task, methods: Sequence[str | Mechanism], settings: Settings) -> tuple[dict[str, Mechanism], dict[str, str]]:
-    """The mechanisms to train by name, and those that `all` leaves out, with the reason.
+def choose_methods(
+    task: Task, methods: Sequence[str | Mechanism], settings: Settings
+) -> tuple[dict[str, Mechanism], dict[str, str]]:
+    """The mechanisms to train, by name, and those that `all` leaves out, with the reason.
 
-    Options that follow from the length are set by it. A method that is named and cannot do the task is refused.
+    Methods given by name get their options for the length. A method that is named but cannot do the task raises an error.
     """
     needs = _NEEDS[task.info.kind]
     if not methods:
-        raise InputError("a run needs at least one method; got none. Write --method linear, or --method all.")
+        raise InputError("a run needs at least one method; got none. Pass --method linear, or --method all.")
     if "all" in methods and len(methods) > 1:
-        raise InputError("--method all stands for every method that can do the task; got others beside it. Leave one out.")
+        raise InputError("--method all means every method that can do the task; got other methods as well. Leave them out.")
     if list(methods) == ["all"]:
         able: dict[str, Mechanism] = {}
         refused = {}
         for name in all_methods():
-            config = resolve(name).for_length(settings.length)
-            reasons = config.reasons(needs)
+            mechanism = resolve(name).for_length(settings.length)
+            reasons = mechanism.reasons(needs)
             if reasons:
                 refused[name] = "; ".join(f"{NEEDS[need]}: {reason}" for need, reason in reasons.items())
-            elif config.info.is_oracle:
-                refused[name] = "a bound to compare others with, cubic in the length: trained only if named"
+            elif mechanism.info.is_oracle:
+                refused[name] = "a bound to compare others with, not a practical method: trained only if named"
             else:
-                able[name] = config
+                able[name] = mechanism
         return able, refused
     found: dict[str, Mechanism] = {}
     for method in methods:
-        config = method if isinstance(method, Mechanism) else resolve(method).for_length(settings.length)
-        if config.info.name in found:
+        mechanism = method if isinstance(method, Mechanism) else resolve(method).for_length(settings.length)
+        if mechanism.info.name in found:
             raise InputError(
-                f"each method is trained once in a run; got {config.info.name!r} twice. Name it once, and train it with other "
-                "options in another --out."
+                f"a run trains each method once; got {mechanism.info.name!r} twice. Name it once, and use another --out for "
+                "other options."
             )
-        require(config, needs)
-        found[config.info.name] = config
+        require(mechanism, needs)
+        found[mechanism.info.name] = mechanism
     return found, {}
 
 
-def check(plan: Plan, task: Task, processes: int) -> None:
+def check_plan(plan: Plan, task: Task, processes: int) -> None:
     """Refuse settings that no run can have."""
     settings = plan.settings
     checks.sizes(**{name: getattr(settings, name) for name in ("length", "layers", "dim", "heads", "batch")})
     if (settings.steps is None) == (settings.epochs is None):
         raise InputError(
-            f"a run lasts so many steps or so many epochs, one of the two; got steps={settings.steps} and "
-            f"epochs={settings.epochs}. Leave one out."
+            f"pass either steps or epochs, which both set the length of a run; got steps={settings.steps} and "
+            f"epochs={settings.epochs}."
         )
-    every = {"steps": settings.steps, "eval_every": plan.eval_every, "save_every": plan.save_every}
-    every |= {"eval_rows": plan.eval_rows, "threads": plan.threads}
-    checks.sizes(**{name: value for name, value in every.items() if value is not None})
+    counts = {"steps": settings.steps, "eval_every": plan.eval_every, "save_every": plan.save_every}
+    counts |= {"eval_rows": plan.eval_rows, "threads": plan.threads}
+    checks.sizes(**{name: value for name, value in counts.items() if value is not None})
     for name, value in {"steps": settings.steps, "epochs": settings.epochs, "threads": plan.threads}.items():
-        if value is not None and value > _MOST[name]:
-            raise InputError(f"{name} is at most {_MOST[name]:,}; got {value:,}.")
-    above = {"lr": settings.lr, "epochs": settings.epochs}
-    for name, value in above.items():
+        if value is not None and value > _MAXIMUM[name]:
+            raise InputError(f"{name} must be at most {_MAXIMUM[name]:,}; got {value:,}.")
+    positive = {"lr": settings.lr, "epochs": settings.epochs}
+    for name, value in positive.items():
         if value is not None and not 0 < value < math.inf:
-            raise InputError(f"{name} is a finite number above 0; got {value!r}.")
-    shares = {"warmup": settings.warmup, "label_smoothing": settings.label_smoothing, "dropout": settings.dropout}
-    for name, value in shares.items():
+            raise InputError(f"{name} must be a finite number above 0; got {value!r}.")
+    fractions = {"warmup": settings.warmup, "label_smoothing": settings.label_smoothing, "dropout": settings.dropout}
+    for name, value in fractions.items():
         if not 0 <= value < 1:
-            raise InputError(f"{name} is a share, from 0 up to but not 1; got {value!r}.")
+            raise InputError(f"{name} must be a fraction, at least 0 and below 1; got {value!r}.")
     if not 0 <= settings.weight_decay < math.inf:
-        raise InputError(f"weight_decay is a finite number of at least 0; got {settings.weight_decay!r}.")
+        raise InputError(f"weight_decay must be a finite number of at least 0; got {settings.weight_decay!r}.")
     if settings.dim % settings.heads:
-        raise InputError(f"dim is a multiple of heads; got {settings.dim} and {settings.heads}.")
+        raise InputError(f"dim must be a multiple of heads; got dim={settings.dim} and heads={settings.heads}.")
     if settings.batch % processes:
         raise InputError(
-            f"batch is that of all processes together and must be a multiple of their number; got {settings.batch} "
-            f"and {processes} processes. Choose --batch {settings.batch + -settings.batch % processes}."
+            f"batch is the total over all processes and must be a multiple of their number; got {settings.batch} "
+            f"and {processes} processes. Pass --batch {settings.batch + -settings.batch % processes}."
         )
     if plan.data == "":
-        raise InputError("--data is a folder; got an empty name. Leave it out, or name the folder.")
+        raise InputError("--data must be a folder; got an empty name. Leave it out, or name the folder.")
     require_precision(plan.precision)
     checks.seed(settings.seed)
     task.options(settings)
     if plan.data is not None and not task.reads_folder(settings):
-        raise InputError(f"{task.info.name} brings its data along, and reads no folder; got --data {plan.data}. Leave it out.")
+        raise InputError(f"{task.info.name} needs no data folder; got --data {plan.data}. Leave it out.")
 
 
-def steps_of(settings: Settings, rows: int) -> int:
+def count_steps(settings: Settings, rows: int) -> int:
+    """The steps of a run on so many training rows."""
     if settings.steps is not None:
         return settings.steps
     assert settings.epochs is not None

@@ -1,4 +1,4 @@
-"""What a training run has found so far, as one JSON file that is always whole: a record a method."""
+"""The results of a training run, finished or not: one record a method, in one JSON file that is written atomically."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from subquad.runs.results_file import ResultsError, read, write_json
+from subquad.runs.results_file import ResultsError, read_results, write_results
 
 SCHEMA, VERSION = "subquad.train", 1
 FILE = "results.json"
 Status = Literal["waiting", "running", "stopped", "done", "diverged", "failed", "refused"]
-UNFINISHED: tuple[Status, ...] = ("running", "stopped", "failed")  # what --resume goes on with
+UNFINISHED: tuple[Status, ...] = ("running", "stopped", "failed")  # what --resume continues
 
 
 @dataclass
 class Record:
-    """One method: how far it is, and what it has cost and scored.
+    """One method: its progress, cost and scores.
 
     Args:
-        options: the mechanism's, all of them.
+        options: all options of the mechanism.
         why: why it failed, diverged or was refused.
-        step, steps: how many are done, and how many there are.
-        losses: (step, mean training loss since the point before).
-        eval_rows: how many of the validation rows an evaluation reads, the same each time.
+        step, steps: steps done, and steps in all.
+        losses: (step, mean training loss since the previous point).
+        eval_rows: how many validation rows an evaluation reads, the same ones each time.
         evals: figures on those rows, each with its "step".
-        best_step: that of the model kept as best, by the task's metric.
-        test: the best model's figures on the test rows.
-        step_seconds: median of a step: forward, backward and update, without the reading of data.
-        peak_bytes: memory that training held at its peak beyond what the process held before there was a model.
-        seconds: spent on it, evaluations included, over all sittings.
-        processes, threads: that the last sitting ran on.
-        data: the fingerprint of the rows it is trained and scored on.
+        best_step: the step of the best model, by the task's metric.
+        test: the figures of the best model on the test rows.
+        step_seconds: median time of a step: forward, backward and update, without loading data.
+        peak_bytes: peak memory of training, beyond what the process held before it made the model.
+        seconds: total time, evaluations included, over all sessions.
+        processes, threads: those of the last session.
+        data: the fingerprint of the rows for training and scoring.
     """
 
     method: str
@@ -71,8 +71,8 @@ class Results:
     """One table: a task, its settings, and every method that was trained on it.
 
     Args:
-        task: name, metric and so on, for those who read the file alone.
-        settings: what is the same for all methods, and what a run that goes on must have, too.
+        task: its name, metric and so on, so that the file can be read on its own.
+        settings: those of all methods; a run can be resumed only with the same ones.
     """
 
     task: dict[str, Any]
@@ -85,7 +85,7 @@ class Results:
         return next((r for r in self.records if r.method == method), None)
 
     def put(self, record: Record) -> None:
-        """In the place of that method's record, or as a new one."""
+        """Replace the record of that method, or add it."""
         names = [r.method for r in self.records]
         if record.method in names:
             self.records[names.index(record.method)] = record
@@ -98,7 +98,7 @@ class Results:
 
     @property
     def data(self) -> str:
-        """The fingerprint of the rows that methods of this table were trained on, if any has begun."""
+        """The fingerprint of the rows that the methods of this table were trained on; empty if none has begun."""
         return next((r.data for r in self.records if r.data), "")
 
     @property
@@ -118,33 +118,35 @@ def record_from(saved: dict[str, Any]) -> Record:
 
 
 def save(results: Results, path: Path) -> None:
-    """Wholly, or not at all."""
-    write_json(path, {"schema": SCHEMA, "version": VERSION, **asdict(results)})
+    """Write the results file atomically."""
+    write_results(path, SCHEMA, VERSION, asdict(results))
 
 
 def load(path: Path) -> Results:
-    """What `save` wrote."""
-    saved = read(path, SCHEMA, VERSION)
+    """Read a results file."""
+    saved = read_results(path, SCHEMA, VERSION)
     try:
         known = {f.name: saved[f.name] for f in fields(Results)}
         results = Results(**{**known, "records": [record_from(r) for r in known["records"]]})
         _require_sense(results)
         return results
     except (KeyError, TypeError, ValueError) as error:
-        raise ResultsError(f"{path} lacks what results of this version have ({error}). Start over with --fresh.") from error
+        raise ResultsError(f"{path} is not a valid results file of this version ({error}). Start over with --fresh.") from error
 
 
 def _require_sense(results: Results) -> None:
-    """What the table and the page rely on, whoever has edited the file."""
+    """Check what the table and the page rely on: the file may have been edited."""
     if not {"metric", "higher_is_better"} <= results.task.keys():
-        raise ValueError("task has a metric, and whether more of it is better")
+        raise ValueError("task must have metric and higher_is_better")
     for record in results.records:
         if record.status not in get_args(Status):
-            raise ValueError(f"the status of {record.method} is one of {', '.join(get_args(Status))}; got {record.status!r}")
+            raise ValueError(
+                f"the status of {record.method} must be one of {', '.join(get_args(Status))}; got {record.status!r}"
+            )
         if record.status == "done" and record.step != record.steps:
-            raise ValueError(f"{record.method} is done after {record.steps} steps; got {record.step}")
+            raise ValueError(f"{record.method} must have made {record.steps} steps to be done; got {record.step}")
         if not all(isinstance(figure, int | float) for figure in record.test.values()):
-            raise ValueError(f"the figures of {record.method} on test rows are numbers; got {record.test}")
+            raise ValueError(f"the test figures of {record.method} must be numbers; got {record.test}")
 
 
 def as_json(results: Results) -> str:

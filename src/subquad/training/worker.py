@@ -1,18 +1,10 @@
-"""A process a method: its peak memory is its own, and what breaks it costs one method.
+"""A worker process for each method: its peak memory is its own, and a crash costs one method.
 
-The child reads one order and writes records, one JSON object a line. It ends when the process that gave the order ends, and on
-SIGTERM after a checkpoint.
+The worker gets one order and sends records back. On SIGTERM it writes a checkpoint and ends.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,100 +12,83 @@ from typing import Any
 
 from subquad import errors
 from subquad.families.base import Mechanism
-from subquad.registry import options_of, with_options
+from subquad.registry import load_module, module_of, options_of, with_options
 from subquad.runs.checkpoints import LOG
-from subquad.runs.stop import Stop
-from subquad.training.plan import Plan, placed
+from subquad.runs.stop import StopRequest
+from subquad.runs.worker import KILLED, Connection, Worker, why_ended
+from subquad.training.plan import Plan, load_task
 from subquad.training.results import Record, record_from
 
 
-def run_apart(
-    plan: Plan, config: Mechanism, folder: Path, tell: Callable[[Record], None], stop: Stop, lock: int | None, data: str
+def train_in_worker(
+    plan: Plan,
+    mechanism: Mechanism,
+    folder: Path,
+    on_record: Callable[[Record], None],
+    stop: StopRequest,
+    lock: int | None,
+    data: str,
 ) -> Record:
-    """As `run.run`, in a process of its own that inherits `lock`, on rows of the fingerprint `data`, if there is one."""
+    """As `run.train_method`, in a process that inherits `lock`; `data` is the fingerprint of the rows, if they are known."""
     folder.mkdir(parents=True, exist_ok=True)
-    method = {"method": config.info.name, "options": options_of(config)}
-    order = {"plan": plan.to_json(), **method, "folder": str(folder), "data": data}
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "OMP_NUM_THREADS": str(plan.threads),
-    }
-    record = Record(config.info.name, options_of(config), "running")
+    name, options = mechanism.info.name, options_of(mechanism)
+    method = {"module": module_of(mechanism), "method": name, "options": options}
+    record = Record(name, options, "running")
     fatal: dict[str, Any] = {}
     with (folder / LOG).open("a") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-c", "from subquad.training.worker import main; main()"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
-            pass_fds=() if lock is None else (lock,),
-            start_new_session=True,  # Ctrl-C is for the process that gives the order
-        )  # fmt: skip
-    assert child.stdin is not None
-    assert child.stdout is not None
-    stop.ask = lambda: child.send_signal(signal.SIGTERM)
-    if stop.is_asked:  # before there was a child
-        stop.ask()
+        worker = Worker("subquad.training.worker:main", log, environment={"OMP_NUM_THREADS": str(plan.threads)}, lock=lock)
+    stop.on_request = worker.request_stop
+    if stop.requested:  # before the worker was there
+        stop.on_request()
     try:
-        child.stdin.write(json.dumps(order) + "\n")
-        child.stdin.flush()
-        for line in child.stdout:
-            said = json.loads(line)
-            fatal = said.get("fatal", fatal)
-            if "record" in said:
-                record = record_from(said["record"])
-                tell(record)
-        code = child.wait()
+        worker.send({"plan": plan.to_json(), **method, "folder": str(folder), "data": data})
+        for message in worker.messages():
+            fatal = message.get("fatal", fatal)
+            if "record" in message:
+                record = record_from(message["record"])
+                on_record(record)
+        code = worker.wait()
     finally:
-        stop.ask = lambda: None
-        if child.poll() is None:
-            child.kill()
-            child.wait()
-        for pipe in (child.stdin, child.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
+        stop.on_request = lambda: None
+        worker.kill()
     if fatal:
         kind = getattr(errors, fatal["kind"], errors.SubquadError)
         raise kind(fatal["why"])
     if record.status == "running":
-        record.status, record.why = ("stopped", "") if stop.is_asked else ("failed", _last_words(code, folder / LOG))
-        tell(record)
+        record.status, record.why = ("stopped", "") if stop.requested else ("failed", _why_ended(code, folder / LOG))
+        on_record(record)
     return record
 
 
-def _last_words(code: int, log: Path) -> str:
-    if code == -signal.SIGKILL:
-        return "the process was killed, by somebody or for want of memory; --resume goes on from its last checkpoint"
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"the process ended with code {code}" + (f": {lines[-1]}" if lines else "") + f" (more in {log})"
+def _why_ended(code: int, log: Path) -> str:
+    why = why_ended(code, log.read_text(errors="replace"))
+    return f"{why}; --resume continues from its last checkpoint" if why == KILLED else f"{why} (more in {log})"
 
 
 def main() -> None:
-    """Do what the order on standard input says."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
-    order = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """In the worker: train the method of the order."""
+    connection = Connection()
+    order = connection.receive()
 
-    def say(**said: Any) -> None:
-        answers.write(json.dumps(said) + "\n")
-        answers.flush()
-
-    from subquad.training.run import read_data, run
+    from subquad.training.run import read_data, train_method
     from subquad.training.trainer import Job
 
-    plan = Plan.from_json(order["plan"])
-    task = placed(plan.task)
-    with Stop() as stop:
+    with StopRequest() as stop:
         try:
-            splits = read_data(plan, task, order["data"])
-            config = with_options(order["method"], order["options"])
-            folder = Path(order["folder"])
-            run(Job(plan, task, splits, config, folder, lambda r: say(record=asdict(r)), lambda: stop.is_asked))
+            plan = Plan.from_json(order["plan"])
+            task = load_task(plan.task)
+            load_module(order["module"])
+            mechanism = with_options(order["method"], order["options"])
+            train_method(
+                Job(
+                    plan=plan,
+                    task=task,
+                    splits=read_data(plan, task, order["data"]),
+                    mechanism=mechanism,
+                    folder=Path(order["folder"]),
+                    on_record=lambda record: connection.send({"record": asdict(record)}),
+                    is_stopping=lambda: stop.requested,
+                )
+            )
         except errors.SubquadError as error:
-            say(fatal={"kind": type(error).__name__, "why": str(error)})
-
-
-def _end_with_parent() -> None:
-    """When nobody is left who listens, end, whatever is going on."""
-    sys.stdin.read()
-    os._exit(0)
+            connection.send({"fatal": {"kind": type(error).__name__, "why": str(error)}})

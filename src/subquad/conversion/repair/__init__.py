@@ -12,12 +12,12 @@ from subquad.conversion.diagnosis import require_pair, require_tokens
 from subquad.conversion.repair.alignment import Align
 from subquad.conversion.repair.attention import Transfer
 from subquad.conversion.repair.keep import Kept, keep_softmax
-from subquad.conversion.repair.loop import Progress, Schedule, Tell, learn
+from subquad.conversion.repair.loop import Schedule, StageProgress, Tell, learn
 from subquad.conversion.repair.lora import Lora, Loss
 from subquad.conversion.repair.low_rank import RANK, LowRank, Targets
 from subquad.errors import InputError
 
-__all__ = ["Kept", "Progress", "Schedule", "align", "finetune", "keep_softmax", "transfer"]
+__all__ = ["Kept", "Schedule", "StageProgress", "align", "finetune", "keep_softmax", "transfer"]
 
 _USUAL = Schedule()
 
@@ -31,7 +31,7 @@ def transfer(
     folder: str | Path | None = None,
     tell: Tell = lambda progress: None,
     is_stopping: Callable[[], bool] = lambda: False,
-) -> Progress:
+) -> StageProgress:
     """Attention transfer: the new maps of `converted` learn what `original`'s attention gives. See `Transfer`.
 
     Args:
@@ -56,7 +56,7 @@ def align(
     folder: str | Path | None = None,
     tell: Tell = lambda progress: None,
     is_stopping: Callable[[], bool] = lambda: False,
-) -> Progress:
+) -> StageProgress:
     """Low-rank finetuning of each attention, or layer, by itself, merged into the weights at the end. See `Align`.
 
     Args as in `transfer`, and:
@@ -80,7 +80,7 @@ def finetune(
     folder: str | Path | None = None,
     tell: Tell = lambda progress: None,
     is_stopping: Callable[[], bool] = lambda: False,
-) -> Progress:
+) -> StageProgress:
     """Low-rank finetuning of `converted`, merged into its weights at the end. See `Lora`.
 
     Args as in `transfer`, and:
@@ -116,7 +116,7 @@ def _learnt(
     folder: str | Path | None,
     tell: Tell,
     is_stopping: Callable[[], bool],
-) -> Progress:
+) -> StageProgress:
     try:
         return learn(stage, batches, schedule, folder=folder, tell=tell, is_stopping=is_stopping)
     finally:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from subquad import checks
 from subquad.conversion.activations import Batch
 from subquad.errors import InputError
-from subquad.runs import files
+from subquad.runs.files import write_atomically
 from subquad.runs.precision import Precision, mixed_precision, require_precision
 
 _CLIP = 1.0
@@ -73,7 +73,7 @@ class Schedule:
 
 
 @dataclass
-class Progress:
+class StageProgress:
     """Where a stage is.
 
     Args:
@@ -116,7 +116,7 @@ class Stage(ABC):
         """Called before learning, and before looking."""
 
 
-Tell = Callable[[Progress], object]
+Tell = Callable[[StageProgress], object]
 
 
 def learn(
@@ -127,7 +127,7 @@ def learn(
     folder: str | Path | None = None,
     tell: Tell = lambda progress: None,
     is_stopping: Callable[[], bool] = lambda: False,
-) -> Progress:
+) -> StageProgress:
     """Learn, and leave the best weights in place.
 
     Args:
@@ -140,7 +140,7 @@ def learn(
     weights = stage.parameters()
     lr = stage.lr if schedule.lr is None else schedule.lr
     optimizer = torch.optim.AdamW(weights.values(), lr=lr, weight_decay=0.0)
-    run = _Run(stage, schedule, weights, optimizer, Progress(stage.name, schedule.steps, lr), {}, len(learnt))
+    run = _Run(stage, schedule, weights, optimizer, StageProgress(stage.name, schedule.steps, lr), {}, len(learnt))
     run.load(folder)
     progress, begun = run.progress, time.monotonic() - run.progress.seconds
     if not progress.losses:
@@ -170,7 +170,7 @@ class _Run:
     schedule: Schedule
     weights: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
-    progress: Progress
+    progress: StageProgress
     best: dict[str, Tensor]
     count: int  # of batches that are learnt from
 
@@ -241,7 +241,7 @@ class _Run:
             },
             content,
         )
-        files.write(_path(folder, self.stage), content.getvalue())
+        write_atomically(_path(folder, self.stage), content.getvalue())
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
@@ -258,7 +258,7 @@ class _Run:
                 f"{path} is of a repair with other settings; got {self.identity()}, and it has {saved['identity']}. "
                 "Repeat those settings, choose another folder, or remove it to begin again."
             )
-        self.progress = Progress(**{**saved["progress"], "losses": [tuple(look) for look in saved["progress"]["losses"]]})
+        self.progress = StageProgress(**{**saved["progress"], "losses": [tuple(look) for look in saved["progress"]["losses"]]})
         self.best = saved["best"]
         for name, weight in self.weights.items():
             weight.copy_(saved["weights"][name])
