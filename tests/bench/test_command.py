@@ -101,7 +101,7 @@ def test_a_broken_results_file_is_refused_and_kept(tmp_path):
     path.write_text('{"schema": "subquad.com')
     done = subquad("compare", *TINY, cwd=tmp_path)
     assert done.returncode == 2
-    assert "is not whole JSON" in " ".join(done.stderr.split())
+    assert "is not valid JSON" in " ".join(done.stderr.split())
     assert path.read_text() == '{"schema": "subquad.com'
     assert subquad("compare", *TINY, "--fresh", cwd=tmp_path).returncode == 0
 

@@ -122,7 +122,7 @@ def test_a_dead_worker_costs_one_answer():
 def test_a_failure_inside_a_cell_is_its_answer():
     with MeasuringWorker(SETTING) as worker:
         answer = worker.ask(60, do="time", method="linformer", length=64, kind="decode")
-        assert answer["failed"].startswith("UnsupportedError: linformer cannot do this")
+        assert answer["failed"].startswith("UnsupportedError: linformer does not support this")
 
 
 def test_a_method_off_its_reference_is_not_measured(monkeypatch):

@@ -49,8 +49,8 @@ def test_an_unwritable_folder(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is not whole JSON"),
-        ('{"schema": "subquad.compare", "ver', "is not whole JSON"),
+        ("", "is not valid JSON"),
+        ('{"schema": "subquad.compare", "ver', "is not valid JSON"),
         ("[]", "must have schema 'subquad.compare', version 1; got None"),
         ('{"schema": "other", "version": 1}', "got 'other', version 1"),
         ('{"schema": "subquad.compare", "version": 99}', "version 99"),

@@ -220,7 +220,7 @@ def test_results_that_are_not_whole_are_refused(run, tmp_path):
     run()
     path = tmp_path / "run" / "results.json"
     text = path.read_text()
-    for content, said in ((text[:50], "not whole JSON"), ("{}", "must have schema 'subquad.train'")):
+    for content, said in ((text[:50], "not valid JSON"), ("{}", "must have schema 'subquad.train'")):
         path.write_text(content)
         with pytest.raises(sq.SubquadError, match=said):
             run()
@@ -330,7 +330,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_says_so(run, tmp_path, monkey
         _full_after(8, patch, "save")  # three a checkpoint
         with pytest.raises(checkpoints.SaveError, match=r"No space left on device \([\d,]+ MiB are free there\)") as error:
             run(save_every=2)
-    assert "the checkpoint of step 4 is whole. Make room, then run the same command with --resume" in str(error.value)
+    assert "the checkpoint of step 4 is intact. Make room, then run the same command with --resume" in str(error.value)
     folder = tmp_path / "run" / "linear"
     assert checkpoints.latest(folder).name == "checkpoint-4"
     assert not any((folder / checkpoints.STAGING).iterdir())
