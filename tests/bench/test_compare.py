@@ -129,7 +129,7 @@ def test_a_method_off_its_reference_is_not_measured(monkeypatch):
     from subquad.engines import kernelized
     from subquad.ops import dispatch
 
-    monkeypatch.setattr(kernelized, "_normalize", lambda out, count, kernel: out[..., :-1])
+    monkeypatch.setattr(kernelized, "_normalize", lambda out, count, rule: out[..., :-1])
     with dispatch.disabled(), pytest.raises(DisagreementError, match="linear is off its reference by"):
         require_agreement("linear", SETTING)
     require_agreement("local", SETTING)

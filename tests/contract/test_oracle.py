@@ -11,11 +11,11 @@ from tests.harness import HEADS, ROUNDING, SIZES, VALUE_DIM, Inputs, assert_clos
 @pytest.fixture(params=["one piece", "many pieces"])
 def pieces(request, monkeypatch):
     if request.param == "many pieces":
-        monkeypatch.setattr(kernelized, "_PIECE", 1)
-        monkeypatch.setattr(kernelized, "_ROWS", 1)
+        monkeypatch.setattr(kernelized, "_PIECE_FEATURES", 1)
+        monkeypatch.setattr(kernelized, "_MIN_PIECE_ROWS", 1)
         monkeypatch.setattr(tiles, "_PIECE", 1)
         monkeypatch.setattr(clustered, "_PIECE", 1)
-        monkeypatch.setattr(hybrid, "_PIECE", 1)
+        monkeypatch.setattr(hybrid, "_PIECE_PAIRS", 1)
         monkeypatch.setattr(hybrid, "_SHORT", 0)
 
 

@@ -28,7 +28,7 @@ def test_no_tensor_of_size_n_m_dv(case, is_causal, grad):
     features = 2 * directions
     # A recorded graph takes the sequence whole: then the features, or the products inside chunks, are the largest. A piece of it
     # is of so many features: the fewer a token has, the more tokens, each with its products.
-    rows = max(kernelized._PIECE, kernelized._ROWS * features) / min(dim, directions)
+    rows = max(kernelized._PIECE_FEATURES, kernelized._MIN_PIECE_ROWS * features) / min(dim, directions)
     piece = n * max(CHUNK, features) if grad else rows * CHUNK
     assert largest.numel <= piece
 

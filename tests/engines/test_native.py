@@ -10,6 +10,8 @@ import torch
 import subquad as sq
 from subquad.engines.convolution import add_convolved
 from subquad.ops import dispatch, hugepages, kernelized, native_library
+from subquad.ops.feature_map import FeatureMap, NativeMap
+from subquad.ops.kernelized import KernelizedRule
 
 CONFIGS = [
     sq.Linear(),
@@ -368,9 +370,10 @@ def test_sines_and_cosines(is_causal, kv_heads, has_pads, features):
 def test_sines_of_large_angles(dtype, size):
     """The sums of one key and the value 1 are its features."""
     angles = torch.randn(1, 1, 1, 501, dtype=dtype, generator=torch.Generator().manual_seed(4)) * size
-    call = {"features": 1002, "divisor": "signed", "floor": 1e-3, "is_causal": True, "return_sums": True}
+    feature_map = FeatureMap.symmetric(lambda x: torch.cat([x.sin(), x.cos()], dim=-1), 1002, NativeMap("trigonometric"))
+    rule = KernelizedRule(feature_map=feature_map, normalizer="signed", floor=1e-3)
     one = torch.ones(1, 1, 1, 1, dtype=dtype)
-    _, sums, _ = kernelized.forward(angles, angles, one, None, map=kernelized.Map("trigonometric"), **call)
+    _, sums, _ = kernelized.forward(kernelized.Inputs(angles, angles, one, None, True), rule, return_sums=True)
     expected = torch.cat([angles.sin(), angles.cos()], dim=-1)
     torch.testing.assert_close(sums["S"][..., 0], expected[0], rtol=0, atol=2 * torch.finfo(dtype).eps)
 

@@ -1,7 +1,10 @@
 import torch
 
 import subquad as sq
-from subquad.engines.kernelized import Kernel, attend
+from subquad.engines.call import Call
+from subquad.engines.kernelized import attend
+from subquad.ops.feature_map import FeatureMap
+from subquad.ops.kernelized import KernelizedRule
 from subquad.reference.rfa import phi
 
 
@@ -12,9 +15,9 @@ def test_gate_starts_by_keeping_most_of_the_past():
 
 @torch.no_grad()
 def test_the_floor_keeps_the_sign():
-    kernel = Kernel(query=lambda x: x, key=lambda x: (x, None), features=1, normalizer="signed", floor=0.5)
+    rule = KernelizedRule(feature_map=FeatureMap.symmetric(lambda x: x, 1), normalizer="signed", floor=0.5)
     q, one = torch.tensor([2.0, 0.1, -0.1, -2.0]).reshape(1, 1, 4, 1), torch.ones(1, 1, 1, 1)
-    out, _ = attend(q, one, one, kernel, is_causal=False)
+    out, _ = attend(Call(query=q, key=one, value=one), rule)
     torch.testing.assert_close(out.flatten(), torch.tensor([1.0, 0.2, 0.2, 1.0]))
 
 

@@ -1,10 +1,10 @@
-"""Feature maps that are learned, each with its parameters: what stands for softmax attention in a model that is converted.
+"""Feature maps that several mechanisms use, and learned feature maps with their parameters.
 
     hedgehog  phi(x) = [softmax(x W), softmax(-x W)]    W (D, D) starts as the identity
-    t2r       phi(x) = relu(x W + b)                    W (D, m) starts at random, alike for a query head and its keys; b at 0
-    linear    phi(x) = elu(x) + 1                       nothing learned
+    t2r       phi(x) = relu(x W + b)                    W (D, m) starts random, alike for a query head and its keys; b at 0
+    linear    phi(x) = elu(x) + 1                       has no parameters
 
-Queries have a W and b for each query head, keys for each key-value head. x is the query or key as it is or, given a `scale` c,
+Each query head has its own W and b, and so have the keys of each key-value head. x is the query or key or, with a `scale` c,
 sqrt(c) times it.
 """
 
@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from subquad.engines.call import Call
-from subquad.engines.kernelized import Kernel
 from subquad.errors import InputError
 from subquad.families.base import Sizes
 from subquad.families.kernelized import Kernelized
 from subquad.masks import zero_pads
+from subquad.ops.feature_map import FeatureMap
+from subquad.ops.kernelized import KernelizedRule
 from subquad.ops.precision import upcast
 from subquad.state import StateTensors
 
-FEATURES = 32  # of t2r: the paper's number
+T2R_FEATURES = 32  # as in the paper
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
@@ -44,12 +45,17 @@ def unit_vectors(x: Tensor) -> Tensor:
     return x / norm.masked_fill(norm == 0, 1.0)
 
 
-class FeatureMap(ABC):
-    """phi, as a projection by each head and then a function of channels."""
+def require_positive_scale(scale: float | None, method: str) -> None:
+    if scale is not None and scale <= 0:
+        raise InputError(f"{method} takes the square root of scale, so scale must be above 0; got {scale}.")
+
+
+class LearnedMap(ABC):
+    """phi as a learned projection per head, followed by a function of its channels."""
 
     @abstractmethod
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
-        """`query_weight` (H, D, ...) and `key_weight` (K, D, ...), and biases where there are any."""
+        """`query_weight` (H, D, ...) and `key_weight` (K, D, ...), and `query_bias` and `key_bias` if the map has them."""
 
     @abstractmethod
     def features(self, head_dim: int) -> int:
@@ -57,11 +63,31 @@ class FeatureMap(ABC):
 
     @abstractmethod
     def phi(self, x: Tensor) -> Tensor:
-        """The features (..., m) of what is projected."""
+        """The features (..., m) of a projected query or key."""
+
+    def project(self, x: Tensor, call: Call, side: Literal["query", "key"]) -> Tensor:
+        """What `phi` takes: x (B, H or K, n, D), projected by the weight and bias of its head."""
+        if call.scale is not None:
+            x = x * math.sqrt(call.scale)
+        weight, bias = call.weights.get(f"{side}_weight"), call.weights.get(f"{side}_bias")
+        if weight is not None:
+            x = x @ weight.to(x.dtype)
+        return x if bias is None else x + bias.to(x.dtype).unsqueeze(1)
+
+    def feature_map(self, call: Call, *, is_projected: bool = False) -> FeatureMap:
+        """The map for this call; `is_projected` says that its queries and keys have been projected already."""
+        features = self.features(call.query.shape[-1])
+        if is_projected:
+            return FeatureMap.symmetric(self.phi, features)
+        return FeatureMap(
+            query=lambda x: self.phi(self.project(x, call, "query")),
+            key=lambda x: (self.phi(self.project(x, call, "key")), None),
+            features=features,
+        )
 
 
 @dataclass(frozen=True)
-class HedgehogMap(FeatureMap):
+class HedgehogMap(LearnedMap):
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
         heads = {"query_weight": sizes.heads, "key_weight": sizes.kv_heads}
         return {name: torch.eye(sizes.head_dim).repeat(count, 1, 1) for name, count in heads.items()}
@@ -74,11 +100,12 @@ class HedgehogMap(FeatureMap):
 
 
 @dataclass(frozen=True)
-class T2RMap(FeatureMap):
-    count: int = FEATURES
+class T2RMap(LearnedMap):
+    count: int = T2R_FEATURES
 
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
-        # With b = 0 about half of the features of a row are above 0; with one W on both sides, like meets like from the start.
+        # With b = 0, about half of a row's features are above 0; with the same W for queries and keys, similar vectors have
+        # similar features from the start.
         weight = torch.randn(sizes.kv_heads, sizes.head_dim, self.count) * sizes.head_dim**-0.5
         return {
             "query_weight": weight.repeat_interleave(sizes.heads // sizes.kv_heads, dim=0),
@@ -95,7 +122,7 @@ class T2RMap(FeatureMap):
 
 
 @dataclass(frozen=True)
-class LinearMap(FeatureMap):
+class LinearMap(LearnedMap):
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
         return {}
 
@@ -106,43 +133,32 @@ class LinearMap(FeatureMap):
         return elu_plus_one(x)
 
 
-def project(x: Tensor, call: Call, side: Literal["query", "key"], name: str) -> Tensor:
-    """What `phi` takes: x (B, H or K, n, D) by the matrix and the bias of its head, where the map has them."""
-    if call.scale is not None:
-        if call.scale <= 0:
-            raise InputError(f"{name} takes the square root of scale, so scale must be above 0; got {call.scale}.")
-        x = x * math.sqrt(call.scale)
-    weight, bias = call.weights.get(f"{side}_weight"), call.weights.get(f"{side}_bias")
-    if weight is not None:
-        x = x @ weight.to(x.dtype)
-    return x if bias is None else x + bias.to(x.dtype).unsqueeze(1)
-
-
-class Mapped(Kernelized):
-    """A mechanism on the kernelized engine whose features are a learned map's."""
+class LearnedKernelized(Kernelized):
+    """A mechanism on the kernelized engine with a learned feature map."""
 
     @property
     @abstractmethod
-    def feature_map(self) -> FeatureMap: ...
+    def learned_map(self) -> LearnedMap: ...
 
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
-        return self.feature_map.parameters(sizes)
+        return self.learned_map.parameters(sizes)
 
-    def kernel(self, call: Call) -> Kernel:
-        phi = self.feature_map.phi
-        return Kernel(query=phi, key=lambda x: (phi(x), None), features=self.feature_map.features(call.query.shape[-1]))
+    def rule(self, call: Call) -> KernelizedRule:
+        return KernelizedRule(feature_map=self.learned_map.feature_map(call, is_projected=True))
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
-        """Projects each head here, since the engine's maps know no query heads."""
-        # Pads are 0 before the product, or a NaN in one would reach the gradient of W.
+        """Projects queries and keys here, because each query head has weights of its own and the engine groups query heads."""
+        require_positive_scale(call.scale, self.info.name)
+        # Zero the pads first: otherwise a NaN in one would reach the gradient of W.
         query, key = upcast(call.query), upcast(zero_pads(call.key, call.key_padding_mask))
-        query, key = project(query, call, "query", self.info.name), project(key, call, "key", self.info.name)
-        out, parts = super().run(replace(call, query=query, key=key))
-        return out.to(call.query.dtype), parts
+        query, key = self.learned_map.project(query, call, "query"), self.learned_map.project(key, call, "key")
+        out, state = super().run(replace(call, query=query, key=key))
+        return out.to(call.query.dtype), state
 
 
-def functional(method: str, config: str, learns: str) -> str:
-    """Why a mechanism with a learned map is not a plain function."""
+def needs_module(method: str, mechanism: str, learned: str) -> str:
+    """Why a mechanism with parameters cannot be called as a plain function."""
     return (
-        f"it learns {learns}; use subquad.Attention(dim, heads, method='{method}') or {config}().build(heads=..., head_dim=...)"
+        f"it learns {learned}; use subquad.Attention(dim, heads, method={method!r}) or "
+        f"{mechanism}().build(heads=..., head_dim=...)"
     )

@@ -3,9 +3,9 @@
     o_i = sum_c softmax_c(q_i)_c g_c,    g_c = sum_j softmax_j(k_jc) v_j
 
 The queries' softmax is over channels c, the keys' over positions j: channel c is one attention map over the source, and a query
-mixes these maps. Shen et al., 2018. O((N + M) D Dv) time. Rows sum to 1 by themselves; there is no 1/sqrt(D).
+mixes these maps. Shen et al., 2018. O((N + M) D Dv) time. The weights of a query sum to 1 already; there is no 1/sqrt(D).
 
-Causal is this project's own: the softmax over positions runs over j <= i, so each channel carries its running normaliser.
+The causal form is not in the paper: the softmax over positions runs over j <= i, with a running denominator per channel.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from subquad.engines.call import Call
-from subquad.engines.kernelized import Kernel
 from subquad.families.base import Info
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
-from subquad.ops.kernelized import Map
+from subquad.ops.feature_map import FeatureMap, NativeMap
+from subquad.ops.kernelized import KernelizedRule
 
 INFO = Info(
     name="efficient",
@@ -29,21 +29,21 @@ INFO = Info(
     time=TIME,
     memory=MEMORY,
     state=STATE,
-    refuses=refuses(scale="its two softmaxes take q and k as they are; multiply q and k yourself"),
+    refuses=refuses(scale="its two softmaxes have no scale; multiply q and k before the call"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficient(Kernelized):
-    """Efficient attention; it has no options."""
+    """Efficient attention; no options."""
 
     info: ClassVar[Info] = INFO
 
-    def kernel(self, call: Call) -> Kernel:
-        return Kernel(
+    def rule(self, call: Call) -> KernelizedRule:
+        feature_map = FeatureMap(
             query=lambda x: x.softmax(-1),
             key=lambda x: (None, x),  # e^x, each channel relative to its own running level
             features=call.key.shape[-1],
-            normalizer="channel",
-            compiled=Map("softmax"),
+            native=NativeMap("softmax"),
         )
+        return KernelizedRule(feature_map=feature_map, normalizer="channel")

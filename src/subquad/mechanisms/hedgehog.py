@@ -1,10 +1,10 @@
-"""Hedgehog: a learned map whose features are softmaxes, so that few keys can have most of the weight, as in softmax attention.
+"""Hedgehog: a learned map whose features are softmaxes, so that a few keys can get most of the weight, as in softmax attention.
 
     o_i = phi(q_i) sum_j phi(k_j) v_j^T / (phi(q_i) . sum_j phi(k_j)),    phi(x) = [softmax(x W), softmax(-x W)]
 
 over the D channels of x W, so m = 2D. W (D, D) is learned, one for each query head and one for the keys of each key-value head;
-it starts as the identity. Zhang et al., 2024. O((N + M) D Dv) time, a (2D, Dv) state. There is no 1/sqrt(D): x is q or k as it
-is or, given a `scale` c, sqrt(c) times it.
+it starts as the identity. Zhang et al., 2024. O((N + M) D Dv) time, a (2D, Dv) state. There is no 1/sqrt(D): x is q or k itself
+or, with a `scale` c, sqrt(c) times it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from subquad.families.base import Info
-from subquad.families.feature_maps import FeatureMap, HedgehogMap, Mapped, functional
+from subquad.families.feature_maps import HedgehogMap, LearnedKernelized, LearnedMap, needs_module
 from subquad.families.kernelized import MEMORY, STATE, TIME, refuses
 
 INFO = Info(
@@ -27,16 +27,16 @@ INFO = Info(
     memory=MEMORY,
     state=STATE,
     parameters="the projections of queries and keys",
-    refuses=refuses(functional=functional("hedgehog", "Hedgehog", "its maps")),
+    refuses=refuses(functional=needs_module("hedgehog", "Hedgehog", "its maps")),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hedgehog(Mapped):
-    """Attention by Hedgehog's features; it has no options."""
+class Hedgehog(LearnedKernelized):
+    """Attention with Hedgehog's features; no options."""
 
     info: ClassVar[Info] = INFO
 
     @property
-    def feature_map(self) -> FeatureMap:
+    def learned_map(self) -> LearnedMap:
         return HedgehogMap()

@@ -3,13 +3,13 @@
     o_i = sum_j w_ij v_j / sum_j w_ij,    w_ij = e^(s q_i . k_j)           where |i - j| <= window,  s = 1/sqrt(D)
                                           w_ij = g phi(q_i) . phi(k_j)     elsewhere
 
-and j <= i when causal. phi is Hedgehog's, T2R's or that of linear attention (see `feature_maps`); g > 0 is learned for each
-query head, as its logarithm. `window` counts as in `local`: a causal query sees its own key and `window` before it as they are.
-Positions count real tokens only; the queries of pads give 0. phi reads q and k as they are or, given a `scale` c, sqrt(c) times
-them, and then s = c.
+and j <= i when causal. phi is the feature map of Hedgehog, T2R or linear attention (see `families/feature_maps.py`); g > 0 is
+learned for each query head, as its logarithm. `window` counts as in `local`: a causal query attends exactly to its own key and
+to the `window` keys before it. Positions count real tokens only; the queries of pads give 0. phi reads q and k themselves or,
+with a `scale` c, sqrt(c) times them, and then s = c.
 
-Zhang et al., 2024 (LoLCATs). O(N (window + m) D) time; a state of the window and an (m, Dv) sum. How much of a result the
-window alone gives, `local` with the same window says.
+Zhang et al., 2024 (LoLCATs). O(N (window + m) D) time; the state is the window and an (m, Dv) sum. To see what the window alone
+contributes, compare with `local` at the same window.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from torch import Tensor
 from subquad.engines import hybrid
 from subquad.engines.call import Call
 from subquad.families.base import Info, Mechanism, Sizes
-from subquad.families.feature_maps import FEATURES, FeatureMap, HedgehogMap, LinearMap, T2RMap, functional, project
+from subquad.families.feature_maps import (
+    T2R_FEATURES,
+    HedgehogMap,
+    LearnedMap,
+    LinearMap,
+    T2RMap,
+    needs_module,
+    require_positive_scale,
+)
 from subquad.state import StateTensors
 
 MapName = Literal["hedgehog", "t2r", "linear"]
@@ -33,29 +41,29 @@ INFO = Info(
     name="hybrid",
     family="hybrid",
     engine="hybrid",
-    idea="softmax over the keys within a window, a learned feature map for all beyond it, under one denominator",
+    idea="softmax over the keys within a window, a learned feature map for all keys beyond it, under one denominator",
     paper="Zhang et al., 2024, LoLCATs: On Low-Rank Linearizing of Large Language Models, arXiv:2410.10254",
     replaces_softmax=True,
     time="O(N (w + m) D), w keys to each side",
     memory="O(N m)",
-    state="O((w + m) D), constant: the window and the sums of what lies before it",
-    parameters="how much the far keys count; the projections of the map",
+    state="O((w + m) D), constant: the window and the sums over the keys before it",
+    parameters="the weight of the far keys; the projections of the feature map",
     refuses={
         "cross": "its window relates positions of one sequence",
-        "attn_mask": "far keys are summed once for all queries, so no pair of a query and a key can be masked alone",
-        "dropout_p": "far keys are summed without attention weights that could be dropped; put dropout on the output instead",
-        "functional": functional("hybrid", "Hybrid", "its map and how much it counts"),
+        "attn_mask": "all queries share one sum over the far keys, so no single query-key pair can be masked",
+        "dropout_p": "far keys have no attention weights that could be dropped; apply dropout to the output instead",
+        "functional": needs_module("hybrid", "Hybrid", "its feature map and the weight of the far keys"),
     },
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(Mechanism):
-    """A window and a feature map.
+    """Softmax within a window and a feature map beyond it.
 
     Args:
-        window: how many tokens to each side a query sees as they are; when causal, to the left only.
-        map: the features of what lies beyond.
+        window: how many tokens on each side a query attends to exactly; when causal, on the left only.
+        map: the feature map for the keys beyond the window.
         features: m, for map="t2r"; None for 32.
     """
 
@@ -73,30 +81,19 @@ class Hybrid(Mechanism):
                 self._refuse("features", f"belongs to map='t2r', and map is {self.map!r}: leave features out")
 
     @property
-    def feature_map(self) -> FeatureMap:
-        maps: Mapping[str, FeatureMap] = {"hedgehog": HedgehogMap(), "t2r": T2RMap(self.features or FEATURES)}
+    def learned_map(self) -> LearnedMap:
+        maps: Mapping[str, LearnedMap] = {"hedgehog": HedgehogMap(), "t2r": T2RMap(self.features or T2R_FEATURES)}
         return maps.get(self.map, LinearMap())
 
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
-        return {"log_mix": torch.zeros(sizes.heads), **self.feature_map.parameters(sizes)}
+        return {"log_mix": torch.zeros(sizes.heads), **self.learned_map.parameters(sizes)}
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
-        phi, head_dim = self.feature_map.phi, call.query.shape[-1]
-        kernel = hybrid.Kernel(
-            query=lambda x: phi(project(x, call, "query", self.info.name)),
-            key=lambda x: phi(project(x, call, "key", self.info.name)),
-            features=self.feature_map.features(head_dim),
+        require_positive_scale(call.scale, self.info.name)
+        rule = hybrid.HybridRule(
+            feature_map=self.learned_map.feature_map(call),
             log_mix=call.weights["log_mix"],
-            scale=head_dim**-0.5 if call.scale is None else call.scale,
+            scale=call.softmax_scale,
             window=self.window,
         )
-        return hybrid.attend(
-            call.query,
-            call.key,
-            call.value,
-            kernel,
-            is_causal=call.is_causal,
-            key_padding_mask=call.key_padding_mask,
-            past=call.past,
-            return_state=call.return_state,
-        )
+        return hybrid.attend(call, rule)

@@ -6,16 +6,16 @@ with m draws of w and, by `kind`,
 
     positive    m^(-1/2) exp(w.x - |x|^2/2)
     hyperbolic  (2m)^(-1/2) exp(-|x|^2/2) [exp(w.x), exp(-w.x)]
-    trig        m^(-1/2) exp(|x|^2/2) [sin(w.x), cos(w.x)]               signed and unstable; for comparison
-    relu        relu(w.x) + 1e-3                                        generalised attention, not the softmax kernel
+    trig        m^(-1/2) exp(|x|^2/2) [sin(w.x), cos(w.x)]              signed and unstable; for comparison
+    relu        relu(w.x) + 1e-3                                        generalized attention, not the softmax kernel
     favor++     (1-4A)^(D/4) m^(-1/2) exp(A|w|^2 + sqrt(1-4A) w.x - |x|^2/2)
                 A = (1 - 2p - sqrt((2p+1)^2 + 8p)) / 16,  p = mean_ij |x_i + y_j|^2 / D
 
 Choromanski et al., 2021; favor++: Likhosherstov et al., 2022. O((N + M) m D) time, an (m, Dv) state.
 
-Every key has its own largest exponent b_j, and the engine keeps its sums relative to the largest b_j so far. Subtracting one
-maximum of the whole sequence, as is often done, would let later keys change earlier outputs. For inputs so large that all
-products of features leave the number range, the estimate has no digits, and the output is 0.
+Each key has its own largest exponent b_j, and the engine keeps its sums relative to the largest b_j so far. Subtracting one
+maximum over the whole sequence, as is often done, would let later keys change earlier outputs. For inputs so large that all
+products of features underflow, nothing is left of the estimate, and the output is 0.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from subquad.engines.call import Call
-from subquad.engines.kernelized import Kernel
-from subquad.errors import InputError
 from subquad.families.base import Info, Sizes
+from subquad.families.feature_maps import require_positive_scale
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 from subquad.families.random_features import gaussian, orthogonal
-from subquad.ops.kernelized import Map
+from subquad.ops.feature_map import FeatureMap, NativeMap
+from subquad.ops.kernelized import KernelizedRule
 from subquad.ops.precision import compute_dtype
 
 Kind = Literal["positive", "hyperbolic", "trig", "relu", "favor++"]
@@ -44,7 +44,7 @@ INFO = Info(
     name="performer",
     family="kernelized",
     engine="kernelized",
-    idea="positive orthogonal random features whose products estimate the softmax kernel without bias",
+    idea="positive orthogonal random features whose products are an unbiased estimate of the softmax kernel",
     paper="Choromanski et al., 2021, Rethinking Attention with Performers, arXiv:2009.14794",
     time=TIME,
     memory=MEMORY,
@@ -56,16 +56,16 @@ INFO = Info(
 
 @dataclass(frozen=True, kw_only=True)
 class Performer(Kernelized):
-    """Random-feature attention.
+    """Random-feature attention (FAVOR+).
 
     Args:
-        kind: the feature map, see the head of this file.
+        kind: the feature map; see the top of this file.
         features: m, the number of random directions; the error falls as 1/sqrt(m).
         orthogonal: draw the directions in orthogonal blocks, which lowers the error; False draws them independently.
-        regularized: give all orthogonal directions length sqrt(D) instead of chi(D) lengths.
-        p: for "favor++": the mean of |x_i + y_j|^2 / D that the map is tuned for. None measures it in every call, which is only
-            defined bidirectionally and without padding; `measure_p` gives a value to keep.
-        seed: what the directions are drawn from.
+        regularized: give all orthogonal directions the length sqrt(D) instead of chi(D) distributed lengths.
+        p: for "favor++", the mean of |x_i + y_j|^2 / D that the map is tuned for. None measures it in each call, which needs a
+            bidirectional call without padding; `measure_p` returns a value to pass here.
+        seed: the seed of the directions.
     """
 
     info: ClassVar[Info] = INFO
@@ -86,7 +86,7 @@ class Performer(Kernelized):
             if self.kind != "favor++":
                 self._refuse("p", f"belongs to kind='favor++', and kind is {self.kind!r}: leave p out")
         if self.regularized and not self.orthogonal:
-            self._refuse("regularized", "is about orthogonal directions, and orthogonal is False")
+            self._refuse("regularized", "needs orthogonal directions, and orthogonal is False")
 
     @property
     def refuses(self) -> Mapping[str, str]:
@@ -94,9 +94,9 @@ class Performer(Kernelized):
             return self.info.refuses
         return {
             **self.info.refuses,
-            "is_causal": "kind='favor++' without p measures p on the whole sequence, the future included; set p",
-            "decoder_cross": "kind='favor++' without p measures p on all queries, so that each would see those after it; set p",
-            "key_padding_mask": "kind='favor++' without p measures p on all queries, those of pads included; set p",
+            "is_causal": "kind='favor++' without p measures p on the whole sequence, including the future; set p",
+            "decoder_cross": "kind='favor++' without p measures p on all queries, so each would depend on later ones; set p",
+            "key_padding_mask": "kind='favor++' without p measures p on all queries, including those of pads; set p",
         }
 
     def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
@@ -104,47 +104,45 @@ class Performer(Kernelized):
             return {"projection": orthogonal(self.features, sizes.head_dim, self.seed, regularized=self.regularized)}
         return {"projection": gaussian(self.features, sizes.head_dim, self.seed)}
 
-    def kernel(self, call: Call) -> Kernel:
+    def rule(self, call: Call) -> KernelizedRule:
+        require_positive_scale(call.scale, self.info.name)
         w = call.weights["projection"].to(compute_dtype(call.query))  # (m, D)
-        scale = call.key.shape[-1] ** -0.5 if call.scale is None else call.scale
-        if scale <= 0:
-            raise InputError(f"performer takes the square root of scale, so scale must be above 0; got {scale}.")
-        a = None
+        scale, a = call.softmax_scale, None
         if self.kind == "favor++":
             p = measure_p(call.query, call.key, scale=scale) if self.p is None else torch.full_like(w[0, 0], self.p)
             a = shrinkage(p)
-
-        return Kernel(
+        feature_map = FeatureMap(
             query=lambda x: exponentiate(exponents(x, w, self.kind, scale, a), self.kind)[0],
             key=lambda x: features(x, w, self.kind, scale, a),
             features=self.features * (2 if self.kind in ("hyperbolic", "trig") else 1),
             weights=(w,),
-            compiled=compiled(w, self.kind, scale, self.p),
+            native=native_map(w, self.kind, scale, self.p),
         )
+        return KernelizedRule(feature_map=feature_map)
 
 
-def compiled(w: Tensor, kind: Kind, scale: float, p: float | None) -> Map | None:
-    """The features that `features` gives, as the compiled loops know them, where they do."""
+def native_map(w: Tensor, kind: Kind, scale: float, p: float | None) -> NativeMap | None:
+    """The map of `features` in the compiled kernel, if the kernel has it."""
     weight = (torch.cat([w, -w]) if kind == "hyperbolic" else w) * math.sqrt(scale)
     if kind == "relu":
-        return Map("relu", weight=weight)
+        return NativeMap("relu", weight=weight)
     constant = -math.log(weight.shape[0]) / 2
     if kind in ("positive", "hyperbolic"):
-        return Map("exponential", scale, constant, weight)
+        return NativeMap("exponential", scale, constant, weight)
     if kind == "trig" or p is None:
         return None
     a = shrinkage(p)
     constant += w.shape[1] / 4 * math.log(1 - 4 * a)
-    return Map("exponential", scale, constant, weight * math.sqrt(1 - 4 * a), a * w.square().sum(-1))
+    return NativeMap("exponential", scale, constant, weight * math.sqrt(1 - 4 * a), a * w.square().sum(-1))
 
 
 def shrinkage(p: Any) -> Any:
-    """A, of a number or a tensor of them."""
+    """A as a function of p, a number or a tensor."""
     return (1 - 2 * p - ((2 * p + 1) ** 2 + 8 * p) ** 0.5) / 16
 
 
 def features(x: Tensor, w: Tensor, kind: Kind, scale: float = 1.0, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """phi(sqrt(scale) x) = e^b f for x (..., n, D), w (m, D): f (..., n, m or 2m), b (..., n, 1). `a` is A, for "favor++"."""
+    """phi(sqrt(scale) x) = e^b f for x (..., n, D), w (m, D): f (..., n, m or 2m), b (..., n, 1). `a` is A of "favor++"."""
     f, peak = exponentiate(exponents(x, w, kind, scale, a), kind)
     if kind == "relu":
         return f, None
@@ -158,7 +156,7 @@ def features(x: Tensor, w: Tensor, kind: Kind, scale: float = 1.0, a: Tensor | N
 
 
 def exponents(x: Tensor, w: Tensor, kind: Kind, scale: float, a: Tensor | None) -> Tensor:
-    """w.x, and for "hyperbolic" -w.x beside it; for "favor++" A|w|^2 + sqrt(1-4A) w.x."""
+    """w.x; for "hyperbolic" [w.x, -w.x]; for "favor++" A|w|^2 + sqrt(1-4A) w.x."""
     u = x @ (w * math.sqrt(scale)).mT  # (..., n, m)
     if kind == "hyperbolic":
         return torch.cat([u, -u], dim=-1)
@@ -166,7 +164,7 @@ def exponents(x: Tensor, w: Tensor, kind: Kind, scale: float, a: Tensor | None) 
 
 
 def exponentiate(u: Tensor, kind: Kind) -> tuple[Tensor, Tensor | None]:
-    """The features up to a factor for each row, e^peak where it is given."""
+    """The features up to a factor e^peak for each row; a peak of None means 0."""
     if kind == "relu":
         return u.relu() + 1e-3, None
     if kind == "trig":
@@ -178,7 +176,7 @@ def exponentiate(u: Tensor, kind: Kind) -> tuple[Tensor, Tensor | None]:
 def measure_p(query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:
     """The mean of |x_i + y_j|^2 / D over all pairs and heads of each sequence, for "favor++": (B, 1, 1, 1).
 
-    `Performer(kind="favor++", p=measure_p(query, key).mean().item())` keeps the value of a sample.
+    To fix the value measured on a sample, use `Performer(kind="favor++", p=measure_p(query, key).mean().item())`.
     """
     dim = key.shape[-1]
     if not query.numel() or not key.numel():

@@ -1,9 +1,9 @@
-"""Un-softmaxed attention: the dot products themselves as weights.
+"""Attention without softmax: the dot products themselves as weights.
 
     o_i = scale_i sum_j (q_i . k_j) v_j,    scale_i = 1 / (D n_i), n_i the number of keys that query i may attend to
 
-so phi(x) = x and there is no denominator. `normalize="none"` gives the constant 1/D, that is Q (K^T V) / D.
-O((N + M) D Dv) time. The division by n_i is this project's own: it keeps the output's size independent of the length.
+so phi(x) = x and there is no denominator. With `normalize="none"` the scale is the constant 1/D: Q (K^T V) / D.
+O((N + M) D Dv) time. The division by n_i is not in the paper: it keeps the size of the output independent of the length.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from subquad.engines.call import Call
-from subquad.engines.kernelized import Kernel
 from subquad.families.base import Info
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
-from subquad.ops.kernelized import Map
+from subquad.ops.feature_map import FeatureMap, NativeMap
+from subquad.ops.kernelized import KernelizedRule
 
 INFO = Info(
     name="plain",
@@ -33,7 +33,7 @@ INFO = Info(
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(Kernelized):
-    """Un-softmaxed attention.
+    """Attention without softmax.
 
     Args:
         normalize: the default scale: "count" for 1 / (D n_i), "none" for 1 / D. A `scale` in the call replaces either.
@@ -45,14 +45,14 @@ class Plain(Kernelized):
     def __post_init__(self) -> None:
         self._require_choice("normalize", ("count", "none"))
 
-    def kernel(self, call: Call) -> Kernel:
+    def rule(self, call: Call) -> KernelizedRule:
         head_dim = call.key.shape[-1]
         scale = 1 / head_dim if call.scale is None else call.scale
-        counted = self.normalize == "count" and call.scale is None
-        return Kernel(
+        feature_map = FeatureMap(
             query=lambda x: x * scale,
             key=lambda x: (x, None),
             features=head_dim,
-            normalizer="mean" if counted else "none",
-            compiled=Map("identity", scale=scale),
+            native=NativeMap("identity", scale=scale),
         )
+        is_mean = self.normalize == "count" and call.scale is None
+        return KernelizedRule(feature_map=feature_map, normalizer="mean" if is_mean else "none")

@@ -8,11 +8,11 @@
 Peng et al., 2021. O((N + M) m D) time, a (2m, Dv) state. With fewer key-value heads than query heads, sigma and the gate belong
 to the key-value heads.
 
-The features are signed, so the denominator is too: its magnitude is held above `floor`. A key that equals its query weighs 1,
-and in training queries come up whose sums are near 0. With a floor of 0.001 their gradients drown all others, and a language
-model stops learning; with 1 it learns fastest, but the weights of few keys do not add up to 1, and sharp attention comes late.
-The authors' code holds the denominator above 1.6 in these units, at 64 directions, and draws directions anew at every step of
-training, which here is `redraw`.
+The features are signed, and so is the denominator; its magnitude is kept above `floor`. A key equal to its query has weight 1,
+but in training some queries have sums near 0. With a floor of 0.001 their gradients dominate all others, and a language model
+stops learning. With a floor of 1 it learns fastest, but the weights of a few keys do not add up to 1, and sharp attention is
+learned late. The authors' code keeps the denominator above 1.6 in these units, at 64 directions, and redraws the directions at
+every training step; here `redraw` does that.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.call import Call
-from subquad.engines.kernelized import Kernel
 from subquad.errors import OptionError
 from subquad.families.base import Info, Sizes
-from subquad.families.feature_maps import unit_vectors
+from subquad.families.feature_maps import needs_module, unit_vectors
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 from subquad.families.random_features import gaussian
-from subquad.ops.kernelized import Map
+from subquad.ops.feature_map import FeatureMap, NativeMap
+from subquad.ops.kernelized import KernelizedRule
 from subquad.ops.precision import compute_dtype
 
 INFO = Info(
     name="rfa",
     family="kernelized",
     engine="kernelized",
-    idea="random sines and cosines of unit vectors, their width learned, with a gate that forgets",
+    idea="random sines and cosines of unit vectors with a learned width, and an optional gate that forgets",
     paper="Peng et al., 2021, Random Feature Attention, arXiv:2103.02143",
     replaces_softmax=True,
     time=TIME,
@@ -48,8 +48,8 @@ INFO = Info(
     parameters="sigma; with gated=True the gate",
     random="the m feature directions",
     refuses=refuses(
-        scale="q and k are brought to unit length; the learned sigma is the scale",
-        functional="it learns sigma; use subquad.Attention(dim, heads, method='rfa') or RFA().build(heads=..., head_dim=...)",
+        scale="q and k are normalized to unit length; the learned sigma is the scale",
+        functional=needs_module("rfa", "RFA", "sigma"),
     ),
 )
 
@@ -60,9 +60,9 @@ class RFA(Kernelized):
 
     Args:
         features: m, the number of random directions.
-        gated: let each token decide how much of the past to keep. Causal only; reads the tokens, so it is built with `dim`.
-        floor: the least magnitude of the denominator.
-        seed: what the directions are drawn from.
+        gated: let each token decide how much of the past to keep. Causal only; it reads the tokens, so build it with `dim`.
+        floor: the smallest magnitude of the denominator.
+        seed: the seed of the directions.
     """
 
     info: ClassVar[Info] = INFO
@@ -83,7 +83,7 @@ class RFA(Kernelized):
             return self.info.refuses
         return {
             **self.info.refuses,
-            "bidirectional": "gated=True forgets along the sequence, so it has a meaning only when causal",
+            "bidirectional": "gated=True forgets along the sequence, so it is defined for causal attention only",
         }
 
     @property
@@ -97,32 +97,39 @@ class RFA(Kernelized):
         learned = {"sigma": torch.ones(sizes.kv_heads, sizes.head_dim)}
         if self.gated:
             if sizes.dim is None:
-                raise OptionError("rfa with gated=True reads the tokens: build it with their width, dim=...; got None.")
+                raise OptionError(
+                    "rfa with gated=True reads the tokens, so it needs their width; got dim=None. Pass dim=... to build."
+                )
             learned["gate_weight"] = torch.randn(sizes.kv_heads, sizes.dim) * sizes.dim**-0.5
             learned["gate_bias"] = torch.full((sizes.kv_heads,), 2.0)  # starts by keeping most of the past
         return learned
 
-    def kernel(self, call: Call) -> Kernel:
+    def rule(self, call: Call) -> KernelizedRule:
         dtype, factor = compute_dtype(call.query), self.features**-0.5
         w = call.weights["projection"].to(dtype) * call.weights["sigma"].to(dtype).unsqueeze(1)  # (K, m, D)
 
         def phi(x: Tensor) -> Tensor:
             return torch.cat([x.sin(), x.cos()], dim=-1) * factor
 
-        return Kernel(
-            project=lambda x: unit_vectors(x) @ w.mT,
+        feature_map = FeatureMap(
+            projection=lambda x: unit_vectors(x) @ w.mT,
             query=phi,
             key=lambda x: (phi(x), None),
             features=2 * self.features,
+            weights=(w,),
+            native=None if self.gated else NativeMap("trigonometric", scale=factor, weight=w),
+        )
+        log_gate = self._log_gate(call) if self.gated else None
+        return KernelizedRule(
+            feature_map=feature_map,
             normalizer="signed",
             floor=self.floor,
-            log_gate=self._log_gate(call) if self.gated else None,
-            weights=(w,),
-            compiled=None if self.gated else Map("trigonometric", scale=factor, weight=w),
+            log_decay=log_gate,
+            write=None if log_gate is None else -log_gate.expm1(),  # 1 - g
         )
 
     def _log_gate(self, call: Call) -> Tensor:
-        """log g_t of every key-value head: (B, K, M)."""
+        """log g_t of each key-value head: (B, K, M)."""
         assert call.hidden is not None
         dtype = compute_dtype(call.query)
         x = call.hidden.to(dtype)

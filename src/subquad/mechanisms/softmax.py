@@ -1,4 +1,4 @@
-"""Softmax attention: every query weighs every key.
+"""Softmax attention: every query attends to every key.
 
     o_i = sum_j softmax_j(s q_i . k_j + mask_ij) v_j,    s = 1/sqrt(D)
 
@@ -33,20 +33,9 @@ INFO = Info(
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax(Mechanism):
-    """Exact attention; it has no options."""
+    """Exact attention; no options."""
 
     info: ClassVar[Info] = INFO
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
-        return dense.attend(
-            call.query,
-            call.key,
-            call.value,
-            is_causal=call.is_causal,
-            key_padding_mask=call.key_padding_mask,
-            attn_mask=call.attn_mask,
-            scale=call.scale,
-            dropout_p=call.dropout_p,
-            past=call.past,
-            return_state=call.return_state,
-        )
+        return dense.attend(call)

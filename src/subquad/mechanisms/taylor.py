@@ -1,9 +1,9 @@
-"""First-order attention: e^(q.k) replaced by its Taylor expansion on unit vectors.
+"""First-order attention: the first-order Taylor expansion of e^(q.k) on unit vectors.
 
     o_i = sum_j (1 + q^_i . k^_j) v_j / sum_j (1 + q^_i . k^_j),    x^ = x / |x|
 
-that is phi(x) = [x^, 1]. Li et al., 2020. O((N + M) D Dv) time. All weights are at least 0; a zero vector has x^ = 0. Where a
-query points against all its keys, all weights are near 0 and the quotient keeps few digits.
+that is phi(x) = [x^, 1]. Li et al., 2020. O((N + M) D Dv) time. All weights are at least 0; a zero vector has x^ = 0. If a
+query points away from all its keys, all weights are close to 0 and the quotient loses precision.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import torch
 from torch import Tensor
 
 from subquad.engines.call import Call
-from subquad.engines.kernelized import Kernel
 from subquad.families.base import Info
 from subquad.families.feature_maps import unit_vectors
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
-from subquad.ops.kernelized import Map
+from subquad.ops.feature_map import FeatureMap, NativeMap
+from subquad.ops.kernelized import KernelizedRule
 
 INFO = Info(
     name="taylor",
     family="kernelized",
     engine="kernelized",
-    idea="1 + cosine(q, k) as the weight: the softmax kernel's first-order expansion on unit vectors",
+    idea="1 + cosine(q, k) as the weight: the first-order expansion of the softmax kernel on unit vectors",
     paper="Li et al., 2020, Linear Attention Mechanism: An Efficient Attention for Semantic Segmentation, arXiv:2007.14902",
     replaces_softmax=True,
     time=TIME,
     memory=MEMORY,
     state=STATE,
-    refuses=refuses(scale="q and k are brought to unit length, so a scale would have no effect"),
+    refuses=refuses(scale="q and k are normalized to unit length, so a scale would have no effect"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taylor(Kernelized):
-    """First-order attention; it has no options."""
+    """First-order attention; no options."""
 
     info: ClassVar[Info] = INFO
 
-    def kernel(self, call: Call) -> Kernel:
-        return Kernel(query=_phi, key=lambda x: (_phi(x), None), features=call.key.shape[-1] + 1, compiled=Map("unit"))
+    def rule(self, call: Call) -> KernelizedRule:
+        return KernelizedRule(feature_map=FeatureMap.symmetric(_phi, call.key.shape[-1] + 1, NativeMap("unit")))
 
 
 def _phi(x: Tensor) -> Tensor:

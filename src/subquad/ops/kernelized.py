@@ -1,124 +1,152 @@
-"""The kernelized engine's compiled loops, called from PyTorch: kernelized.cpp has what they do."""
+"""The compiled kernel of the kernelized engine, called from PyTorch; csrc/kernelized/kernelized.cpp says what it computes.
+
+B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv value channels, m features.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
+from subquad.errors import InputError
 from subquad.ops import native_call
+from subquad.ops.feature_map import FeatureMap, NativeKind
 
-_KINDS = ("elu", "identity", "unit", "exponential", "relu", "softmax", "trigonometric")
-_DIVISORS = ("sum", "mean", "none", "channel", "signed")
+Normalizer = Literal["sum", "mean", "none", "channel", "signed"]
+Sums = dict[str, Tensor]
+# The sums over the keys so far. S (B, K, m, Dv + 1), or (B, K, m, Dv) without a column of ones; level (B, K, 1, 1 or m), the
+# largest b so far, for maps phi = e^b f; count (B, 1, 1, 1), the number of keys, with the normalizer "mean".
 
 
-@dataclass(frozen=True)
-class Map:
-    """A feature map that the compiled loops know.
+class Inputs(NamedTuple):
+    """What the kernel reads of a call."""
+
+    query: Tensor  # (B, H, N, D)
+    key: Tensor  # (B, K, M, D)
+    value: Tensor  # (B, K, M, Dv)
+    mask: Tensor | None  # (B, M) bool, True for real tokens
+    is_causal: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelizedRule:
+    """How a kernelized mechanism weighs keys: what it states to the engine.
 
     Args:
-        kind: elu(x) + 1; x, of queries times `scale`; [x / |x|, 1]; e^(u - scale |x|^2 / 2 + constant) and relu(u) + 0.001 with
-            u = weight x + bias; softmax, over channels for queries, over positions for keys; or scale [sin u, cos u] with
-            u = weight x / |x|, without a weight u = x.
-        weight: (m, D), of sines and cosines (K, m, D).
-        bias: (m,), or None for 0.
+        feature_map: phi.
+        normalizer: "sum" divides by phi(q) . z; "signed" does too, but keeps the magnitude of the denominator at `floor` or
+            above, for maps with negative features; "mean" divides by the number of keys; "channel" divides each feature of the
+            query by its own z; "none" does not divide.
+        floor: see "signed".
+        log_decay: (B, K, M), the logarithm of a gate g: `S <- g S + phi(k) v^T` at each token. Causal calls only.
+        write: (B, K, M), a factor w on what a token adds: `S <- g S + w phi(k) v^T`; None for 1.
     """
 
-    kind: Literal["elu", "identity", "unit", "exponential", "relu", "softmax", "trigonometric"]
-    scale: float = 1.0
-    constant: float = 0.0
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+    feature_map: FeatureMap
+    normalizer: Normalizer = "sum"
+    floor: float = 0.0
+    log_decay: Tensor | None = None
+    write: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.feature_map.native is not None and (self.log_decay is not None or self.write is not None):
+            raise InputError(
+                "a feature map with log_decay or write cannot have a native form, because the compiled kernel would ignore "
+                f"them; got native={self.feature_map.native.kind!r}. Pass FeatureMap(native=None, ...)."
+            )
+
+    @property
+    def has_ones(self) -> bool:
+        """Whether values carry a column of ones, so that z is the last column of S."""
+        return self.normalizer in ("sum", "signed", "channel")
 
 
+# struct Call of csrc/kernelized/call.h, and its enums Kind and Normalizer, which have the order of the literals here.
+_KINDS, _NORMALIZERS = get_args(NativeKind), get_args(Normalizer)
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_channels", "features")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
-_POINTERS = ("mask", "divisors", "weight", "bias", "sums_in", "level_in", "count_in", "sums_out", "level_out", "count_out")
-_NUMBERS = (*_SIZES, "kind", "divisor", "is_causal")
-_Call = native_call.structure("Call", (*_NUMBERS, "threads"), ("scale", "constant", "floor"), _VIEWS, _POINTERS)
-_STATE = {"S": "sums", "level": "level", "count": "count"}
+_SUMS = ("sums_in", "level_in", "count_in", "sums_out", "level_out", "count_out")
+_NUMBERS = (*_SIZES, "kind", "normalizer", "is_causal")
+_REALS = ("scale", "constant", "floor")
+_POINTERS = ("mask", "denominators", "weight", "bias", *_SUMS)
+_Call = native_call.structure("Call", (*_NUMBERS, "threads"), _REALS, _VIEWS, _POINTERS)
+_SUM_FIELDS = {"S": "sums", "level": "level", "count": "count"}
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
+    inputs: Inputs,
+    rule: KernelizedRule,
+    past: Sums | None = None,
     *,
-    map: Map,
-    features: int,
-    divisor: str,
-    floor: float,
-    is_causal: bool,
-    past: dict[str, Tensor] | None = None,
     return_sums: bool = False,
-    return_divisors: bool = False,
-) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """The output, the sums after the last key, and what each query's output was divided by."""
-    query, key, value = (native_call.as_rows(x) for x in (query, key, value))
+    return_denominators: bool = False,
+) -> tuple[Tensor, Sums, Tensor | None]:
+    """The output (B, H, N, Dv), the sums after the last key, and the denominators (B, H, N)."""
+    query, key, value = (native_call.as_rows(x) for x in inputs[:3])
     out = native_call.empty_rows(query, value.shape[3])
-    batch, kv_heads, width = key.shape[0], key.shape[1], value.shape[3] + (divisor in ("sum", "channel", "signed"))
-    sums, divisors = {}, None
-    if return_sums:
-        sums["S"] = query.new_empty(batch, kv_heads, features, width)
-        if map.kind in ("exponential", "softmax"):
-            sums["level"] = query.new_empty(batch, kv_heads, 1, 1 if map.kind == "exponential" else features)
-        if divisor == "mean":
-            sums["count"] = query.new_empty(batch, 1, 1, 1)
-    if return_divisors:
-        divisors = query.new_empty(query.shape[:3])
-    before = {name: t.to(query.dtype).contiguous() for name, t in (past or {}).items()}
-    given = {"divisors": divisors, "mask": None if mask is None else mask.contiguous()}
-    given |= {f"{_STATE[name]}_in": t for name, t in before.items()} | {f"{_STATE[name]}_out": t for name, t in sums.items()}
+    sums = _empty_sums(key, value, rule) if return_sums else {}
+    denominators = query.new_empty(query.shape[:3]) if return_denominators else None
+    pointers = _pointers(inputs, rule, past or {}, query)
+    pointers["denominators"] = denominators
+    pointers |= {f"{_SUM_FIELDS[name]}_out": t for name, t in sums.items()}
     views = {"query": query, "key": key, "value": value, "out": out}
-    _run("forward", map, features, divisor, floor, is_causal, views, given)
-    return out, sums, divisors
+    native_call.call("forward", _Call, _numbers(views, inputs.is_causal, rule), views, pointers, _work(views, rule))
+    return out, sums, denominators
 
 
 def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    divisors: Tensor,
-    sums: dict[str, Tensor],
-    *,
-    map: Map,
-    features: int,
-    divisor: str,
-    floor: float,
-    is_causal: bool,
+    grad: Tensor, inputs: Inputs, rule: KernelizedRule, out: Tensor, denominators: Tensor, sums: Sums
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, from that of the output; not causal, `sums` are those of the forward pass."""
-    grad, query, key, value = (native_call.as_rows(x) for x in (grad, query, key, value))
-    grads = [native_call.empty_rows(x, x.shape[3]) for x in (query, key, value)]
+    """The gradients of query, key and value from that of the output; `sums` are those of the forward pass, if not causal."""
+    grad, query, key, value = (native_call.as_rows(x) for x in (grad, *inputs[:3]))
+    d_query, d_key, d_value = (native_call.empty_rows(x, x.shape[3]) for x in (query, key, value))
     views = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
-    views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
-    given = {"divisors": divisors, "mask": None if mask is None else mask.contiguous()}
-    given |= {f"{_STATE[name]}_in": t for name, t in sums.items()}
-    _run("backward", map, features, divisor, floor, is_causal, views, given)
-    return grads[0], grads[1], grads[2]
+    views |= {"d_query": d_query, "d_key": d_key, "d_value": d_value}
+    pointers = _pointers(inputs, rule, sums, query)
+    pointers["denominators"] = denominators
+    native_call.call("backward", _Call, _numbers(views, inputs.is_causal, rule), views, pointers, _work(views, rule))
+    return d_query, d_key, d_value
 
 
-def _run(
-    which: str,
-    map: Map,
-    features: int,
-    divisor: str,
-    floor: float,
-    is_causal: bool,
-    views: dict[str, Tensor],
-    given: dict[str, Tensor | None],
-) -> None:
-    query, key, value = views["query"], views["key"], views["value"]
-    weights = {"weight": map.weight, "bias": map.bias}
-    kept = {name: None if t is None else t.detach().to(query.dtype).contiguous() for name, t in weights.items()}
-    sizes = (*query.shape[:2], key.shape[1], query.shape[2], *key.shape[2:], value.shape[3], features)
-    rule = (_KINDS.index(map.kind), _DIVISORS.index(divisor), is_causal)
-    reals = {"scale": map.scale, "constant": map.constant, "floor": floor}
-    numbers = {**dict(zip(_NUMBERS, (*sizes, *rule), strict=True)), **reals}
-    work = features * value.shape[3] * (query[..., 0].numel() + key[..., 0].numel())
-    native_call.call(which, _Call, numbers, views, {**given, **kept}, work)
+def _empty_sums(key: Tensor, value: Tensor, rule: KernelizedRule) -> Sums:
+    """Memory for the sums, not initialised."""
+    feature_map, (batch, kv_heads) = rule.feature_map, key.shape[:2]
+    assert feature_map.native is not None
+    sums = {"S": value.new_empty(batch, kv_heads, feature_map.features, value.shape[3] + rule.has_ones)}
+    if feature_map.native.kind == "exponential":
+        sums["level"] = key.new_empty(batch, kv_heads, 1, 1)
+    elif feature_map.native.kind == "softmax":
+        sums["level"] = key.new_empty(batch, kv_heads, 1, feature_map.features)
+    if rule.normalizer == "mean":
+        sums["count"] = key.new_empty(batch, 1, 1, 1)
+    return sums
+
+
+def _pointers(inputs: Inputs, rule: KernelizedRule, past: Sums, like: Tensor) -> dict[str, Tensor | None]:
+    """The contiguous tensors that the kernel reads, in the precision of `like`."""
+    native = rule.feature_map.native
+    assert native is not None
+    pointers = {f"{_SUM_FIELDS[name]}_in": t.to(like.dtype).contiguous() for name, t in past.items()}
+    for name, t in (("weight", native.weight), ("bias", native.bias)):
+        if t is not None:
+            pointers[name] = t.detach().to(like.dtype).contiguous()
+    if inputs.mask is not None:
+        pointers["mask"] = inputs.mask.contiguous()
+    return pointers  # type: ignore[return-value]
+
+
+def _numbers(views: dict[str, Tensor], is_causal: bool, rule: KernelizedRule) -> dict[str, float]:
+    query, key, value, native = views["query"], views["key"], views["value"], rule.feature_map.native
+    assert native is not None
+    sizes = (*query.shape[:2], key.shape[1], query.shape[2], *key.shape[2:], value.shape[3], rule.feature_map.features)
+    codes = (_KINDS.index(native.kind), _NORMALIZERS.index(rule.normalizer), is_causal)
+    numbers: dict[str, float] = dict(zip(_NUMBERS, (*sizes, *codes), strict=True))
+    return numbers | {"scale": native.scale, "constant": native.constant, "floor": rule.floor}
+
+
+def _work(views: dict[str, Tensor], rule: KernelizedRule) -> int:
+    """Roughly the number of multiplications."""
+    tokens = views["query"].shape[:3].numel() + views["key"].shape[:3].numel()
+    return rule.feature_map.features * views["value"].shape[3] * tokens
