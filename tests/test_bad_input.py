@@ -149,7 +149,7 @@ BAD_OPTIONS = {
     "flag": (lambda: sq.Performer(orthogonal="yes"), "orthogonal must be True or False"),
     "normalize": (lambda: sq.Plain(normalize="sum"), "normalize must be one of 'count', 'none'; got 'sum'"),
     "floor": (lambda: sq.RFA(floor=0.0), "floor must be a finite number above 0"),
-    "gate without width": (lambda: sq.RFA(gated=True).build(heads=2, head_dim=4), "build it with their width, dim="),
+    "gate without width": (lambda: sq.RFA(gated=True).build(heads=2, head_dim=4), "needs their width; got dim=None. Pass dim="),
 }
 
 
@@ -212,7 +212,7 @@ def test_bad_module(make, message):
 
 
 def test_module_refuses_dropout_without_weights_at_once():
-    with pytest.raises(sq.UnsupportedError, match="no attention weights exist"):
+    with pytest.raises(sq.UnsupportedError, match="computes no attention weights"):
         sq.Attention(8, 2, "linear", dropout=0.1)
 
 

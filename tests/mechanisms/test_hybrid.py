@@ -78,7 +78,7 @@ def test_scores_far_from_0(score, length, is_causal):
     assert ((q @ k.mT / 2).abs() > 9_999).all()
     out = module(*x, is_causal=is_causal)
     truth = reference.attention(
-        module.config, *(t.double() for t in x), weights=dict(module.named_parameters()), is_causal=is_causal
+        module.method, *(t.double() for t in x), weights=dict(module.named_parameters()), is_causal=is_causal
     )
     torch.testing.assert_close(out.double(), truth, rtol=0, atol=5e-3)  # scores of 1e4 are known to 1e-3
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.square().sum(), [*x, *module.parameters()]))
@@ -112,7 +112,7 @@ def test_the_far_sums_are_not_differences():
     rows = slice(98, 103)  # all have it in the window; its score is in none of them so large that it counts
     q[:, :, rows] = -q[:, :, rows].abs()
     weights = dict(module.named_parameters())
-    truth = reference.attention(module.config, q.double(), k.double(), v.double(), weights=weights)
+    truth = reference.attention(module.method, q.double(), k.double(), v.double(), weights=weights)
     torch.testing.assert_close(module(q, k, v)[:, :, rows].double(), truth[:, :, rows], rtol=1e-4, atol=1e-5)
 
 
@@ -151,9 +151,9 @@ def test_a_short_sequence_is_one_chunk_and_gives_the_same(length, is_causal, mon
 
 
 def test_options():
-    with pytest.raises(sq.OptionError, match="map is one of 'hedgehog', 't2r', 'linear'; got 'elu'"):
+    with pytest.raises(sq.OptionError, match="map must be one of 'hedgehog', 't2r', 'linear'; got 'elu'"):
         sq.Hybrid(map="elu")
     with pytest.raises(sq.OptionError, match="features belongs to map='t2r', and map is 'hedgehog'"):
         sq.Hybrid(features=8)
-    with pytest.raises(sq.OptionError, match="window is a whole number of at least 0; got -1"):
+    with pytest.raises(sq.OptionError, match="window must be a whole number of at least 0; got -1"):
         sq.Hybrid(window=-1)
