@@ -14,7 +14,7 @@ WIDTH, HEADS = 24, 4
 
 def build(case, **options):
     torch.manual_seed(0)
-    return sq.Attention(WIDTH, HEADS, case.config, **options).double().train(not case.info.updates)
+    return sq.Attention(WIDTH, HEADS, case.mechanism, **options).double().train(not case.info.updates)
 
 
 def tokens(length, batch=2, width=WIDTH):
@@ -54,7 +54,7 @@ def test_softmax_cross_equals_torch():
     torch.testing.assert_close(ours(x, source), expected)
 
 
-@every_case
+@every_case()
 def test_holds_every_mechanism(case):
     module = build(case, kv_heads=None if case.why_not(enable_gqa=True) else 2)
     for is_causal in case.directions:
@@ -67,7 +67,7 @@ def test_holds_every_mechanism(case):
         assert build(case, source_dim=10)(tokens(5), tokens(7, width=10)).shape == (2, 5, WIDTH)
 
 
-@every_case
+@every_case()
 @torch.no_grad()
 def test_saves_and_loads(case):
     source, target = build(case), build(case)
@@ -79,11 +79,10 @@ def test_saves_and_loads(case):
     assert torch.equal(copy.deepcopy(source)(tokens(9), is_causal=is_causal), target(tokens(9), is_causal=is_causal))
 
 
-@every_case
+@every_case(decode=True)
 @pytest.mark.parametrize("rotary", [None, 10_000.0])
 @torch.no_grad()
 def test_state(case, rotary):
-    case.skip_unless(decode=True)
     module, x = build(case, rotary=rotary), tokens(90)
     state, outs = None, []
     for piece in x.split([40, 1, 1, 48], dim=1):
@@ -95,10 +94,9 @@ def test_state(case, rotary):
     torch.testing.assert_close(out[[1, 0]], module(torch.cat([x, x[:, :1]], dim=1), is_causal=True)[:, -1:])
 
 
-@every_case
+@every_case(decode=True, key_padding_mask=True)
 @torch.no_grad()
 def test_rotary_positions_count_from_the_first_real_token(case):
-    case.skip_unless(decode=True, key_padding_mask=True)
     module, x = build(case, rotary=10_000.0), tokens(40)
     padded = torch.cat([torch.full((2, 13, WIDTH), 7.0, dtype=torch.float64), x], dim=1)
     real = torch.ones(2, 53, dtype=torch.bool)
@@ -112,10 +110,9 @@ def test_rotary_positions_count_from_the_first_real_token(case):
     torch.testing.assert_close(torch.cat(outs, dim=1)[:, 13:], expected)
 
 
-@every_case
+@every_case(decode=True, key_padding_mask=True)
 @torch.no_grad()
 def test_going_on_after_right_pads(case):
-    case.skip_unless(decode=True, key_padding_mask=True)
     module, x, new = build(case, rotary=10_000.0), tokens(6), tokens(1)
     _, alone = module(x[:, :4], is_causal=True, return_state=True)
     real = torch.tensor([[True] * 4 + [False] * 2] * 2)
@@ -123,9 +120,8 @@ def test_going_on_after_right_pads(case):
     torch.testing.assert_close(module(new, is_causal=True, state=padded), module(new, is_causal=True, state=alone))
 
 
-@every_case
+@every_case(key_padding_mask=True)
 def test_pads_of_tokens_reach_neither_output_nor_gradients(case):
-    case.skip_unless(key_padding_mask=True)
     real = torch.tensor([[True] * 9, [False] * 3 + [True] * 6])
     for is_causal in case.directions:
         results = []

@@ -50,7 +50,7 @@ def calls(draw):
 def test_the_references_answer_or_a_refusal(drawn):
     case, (query, key, value), hidden, options, wrong = drawn
     sizes = {"heads": query.shape[1], "kv_heads": _divisor(query, key), "head_dim": query.shape[3], "value_dim": value.shape[3]}
-    module = case.config.build(**sizes, dim=11).double().eval()
+    module = case.mechanism.build(**sizes, dim=11).double().eval()
     x = Inputs(query, key, value, hidden)
     try:
         out = case.run(x, module, **options)

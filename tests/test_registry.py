@@ -65,7 +65,7 @@ def test_records_are_complete_and_frozen(name):
     assert "\n" not in info.idea
     assert bool(info.state) == ("decode" in info.supports)
     assert set(info.refuses) <= set(NEEDS)
-    assert name in reference._MECHANISMS
+    assert name in reference.FUNCTIONS
     assert vars(pickle.loads(pickle.dumps(info))) == vars(copy.deepcopy(info)) == vars(info)
     with pytest.raises(dataclasses.FrozenInstanceError):
         info.name = "other"

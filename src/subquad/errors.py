@@ -10,6 +10,7 @@ from typing import Any
 _PACKAGES = {  # of each extra
     "convert": "peft",
     "report": "altair vl-convert-python jinja2",
+    "test": "pytest",
     "train": "datasets pillow pyarrow sacrebleu scikit-learn",
 }
 

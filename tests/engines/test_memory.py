@@ -10,21 +10,21 @@ from subquad.engines.chunk_weights import CHUNK
 from tests.harness import Largest, every_default
 
 
-@every_default
+@every_default()
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 def test_no_tensor_of_size_n_m_dv(case, is_causal, grad):
     if case.info.engine != "kernelized":
         pytest.skip("about the kernelized engine")
     n, dim, value_dim = 65_536, 16, 16
-    module = case.config.build(heads=1, head_dim=dim)
+    module = case.mechanism.build(heads=1, head_dim=dim)
     q, k = (torch.randn(1, 1, n, dim, requires_grad=grad) for _ in range(2))
     v = torch.randn(1, 1, n, value_dim, requires_grad=grad)
     with Largest() as largest, torch.set_grad_enabled(grad):
         out = module(q, k, v, is_causal=is_causal)
         if grad:
             out.sum().backward()
-    directions = getattr(case.config, "features", dim)
+    directions = getattr(case.mechanism, "features", dim)
     features = 2 * directions
     # A recorded graph takes the sequence whole: then the features, or the products inside chunks, are the largest. A piece of it
     # is of so many features: the fewer a token has, the more tokens, each with its products.

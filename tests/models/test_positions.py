@@ -326,18 +326,18 @@ def test_a_padded_cache_goes_on_without_a_mask_or_refuses(position, method):
 
 
 @pytest.mark.parametrize("position", BIASES)
-@every_default
+@every_default()
 def test_a_bias_is_refused_where_there_are_no_scores(case, position):
     is_decoder = bool(case.why_not(bidirectional=True))
     if not case.why_not(attn_mask=True):
-        assert config(method=case.config, position=position, is_decoder=is_decoder).position == position
+        assert config(method=case.mechanism, position=position, is_decoder=is_decoder).position == position
         return
     with pytest.raises(sq.UnsupportedError) as error:
-        config(method=["softmax", case.config], position=position, is_decoder=is_decoder)
+        config(method=["softmax", case.mechanism], position=position, is_decoder=is_decoder)
     message = str(error.value)
     assert f"position={position!r}" in message
     assert f"{case.info.name} cannot take (layer 1)" in message
-    assert case.config.reasons(["attn_mask"])["attn_mask"] in message
+    assert case.mechanism.reasons(["attn_mask"])["attn_mask"] in message
 
 
 def test_most_methods_have_no_scores():

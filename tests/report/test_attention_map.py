@@ -30,10 +30,10 @@ class Banded(sq.Mechanism):
         return F.scaled_dot_product_attention(call.query, call.key, call.value, attn_mask=seen), None
 
 
-@every_case
+@every_case()
 def test_every_method_in_every_direction_it_has(case):
     for is_causal in case.directions:
-        shown = attention_map(case.config, length=LENGTH, heads=HEADS, head_dim=8, is_causal=is_causal)
+        shown = attention_map(case.mechanism, length=LENGTH, heads=HEADS, head_dim=8, is_causal=is_causal)
         assert sorted(head for group in shown.groups for head in group.heads) == list(range(HEADS))
         assert shown.is_causal is is_causal
         for group in shown.groups:

@@ -35,7 +35,7 @@ from subquad.reference import (
     taylor,
 )
 
-_MECHANISMS: dict[str, Callable[..., Tensor]] = {
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "softmax": softmax.attention,
     "linear": linear.attention,
     "taylor": taylor.attention,
@@ -87,7 +87,7 @@ def attention(
         hidden = hidden.masked_fill(~key_padding_mask[:, :, None], 0) if hidden is not None else None
     real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
     groups = query.shape[1] // key.shape[1]
-    function = type(mechanism).reference or _MECHANISMS[mechanism.info.name]
+    function = type(mechanism).reference or FUNCTIONS[mechanism.info.name]
     return function(
         mechanism,
         query,

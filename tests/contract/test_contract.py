@@ -1,0 +1,61 @@
+"""The contract over every built-in mechanism, and what some of them keep besides."""
+
+import pytest
+import torch
+
+import subquad as sq
+from subquad.engines import clustered, hybrid, kernelized
+from subquad.engines.block_sparse import softmax as tiles
+from subquad.testing import MechanismContract
+from subquad.testing.contract import Oracle
+from subquad.testing.contract.decoding import feed
+from tests.harness import CASES, assert_close, inputs
+
+MECHANISMS = [case.mechanism for case in CASES]
+IN_CHUNKS = [case for case in CASES if case.info.engine in ("kernelized", "hybrid") and not case.why_not(decode=True)]
+in_chunks = pytest.mark.parametrize("case", IN_CHUNKS, ids=lambda case: case.name)
+
+
+class TestContract(MechanismContract):
+    mechanisms = MECHANISMS
+
+
+class TestManyPieces(Oracle):
+    """Engines divide long inputs into pieces; here they divide short ones, too."""
+
+    mechanisms = MECHANISMS
+
+    @pytest.fixture(autouse=True)
+    def many_pieces(self, monkeypatch):
+        monkeypatch.setattr(kernelized, "_PIECE", 1)
+        monkeypatch.setattr(kernelized, "_ROWS", 1)
+        monkeypatch.setattr(tiles, "_PIECE", 1)
+        monkeypatch.setattr(clustered, "_PIECE", 1)
+        monkeypatch.setattr(hybrid, "_PIECE", 1)
+        monkeypatch.setattr(hybrid, "_SHORT", 0)
+
+
+@in_chunks
+@torch.no_grad()
+def test_a_nan_in_a_later_key_stays_there(case):
+    """For the others, PyTorch's choice of a kernel decides."""
+    x = inputs(100)
+    x.key[:, :, 50] = torch.nan
+    assert case.run(x, is_causal=True)[:, :, :50].isfinite().all()
+
+
+@in_chunks
+@torch.no_grad()
+def test_the_size_of_the_state_is_constant(case):
+    sizes = [feed(case, inputs(n), [n])[1].nbytes for n in (1, 10, 1000)]
+    assert sizes[0] == sizes[1] == sizes[2] > 0
+
+
+@torch.no_grad()
+def test_softmax_takes_any_length_under_dynamic_shapes():
+    """With a kernelized mechanism a new length unrolls other chunks, so it is a new graph."""
+    torch._dynamo.reset()
+    run = torch.compile(lambda q, k, v: sq.attention(q, k, v, is_causal=True), fullgraph=True, dynamic=True, backend="eager")
+    for length in (70, 33, 1):
+        x = inputs(length)
+        assert_close(run(x.query, x.key, x.value), sq.attention(x.query, x.key, x.value, is_causal=True))

@@ -1,0 +1,1 @@
+collect_ignore = ["package"]  # its tests run where it is installed
