@@ -1,13 +1,16 @@
 """The shape of the package: what it exports, what imports what, and that importing it loads little and changes nothing."""
 
 import ast
+import re
 import subprocess
 import sys
+from inspect import getfile
 from pathlib import Path
 
 import pytest
 
 import subquad as sq
+from subquad.mechanisms import MECHANISMS
 
 ROOT = Path(sq.__file__).parent
 # A module may import from the rooms before its own, and from its own; in function bodies too.
@@ -27,19 +30,26 @@ ROOMS = [
     {"report"},
     {"cli", "__main__"},
 ]
-FREE = {"bench", "testing"}  # may import the reference, too
+WITH_REFERENCE = {"bench", "testing"}  # may import the reference, too
+TESTING = "layer"  # testing imports from the rooms up to this one, and no room imports it
 
 
 def imports(path):
     """The rooms of subquad that a file imports from, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "subquad":
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
             parts = node.module.split(".")
-            yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+            if parts[0] == "subquad":
+                yield from parts[1:2] or [alias.name for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (
-                alias.name.partition(".")[2].split(".")[0] for alias in node.names if alias.name.split(".")[0] == "subquad"
-            )
+            yield from _rooms(alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from _rooms(argument.value for argument in node.args if isinstance(argument, ast.Constant))
+
+
+def _rooms(names):
+    return [name.partition(".")[2].partition(".")[0] for name in names if name.partition(".")[0] == "subquad"]
 
 
 def room_of(name):
@@ -53,14 +63,17 @@ def modules():
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_one_way(path):
     own = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    if own in ("reference", "testing"):
+    if own == "reference":
+        assert set(imports(path)) <= {"reference"}
         return
+    last = room_of(TESTING if own == "testing" else own)
+    assert last is not None, f"{own!r} has no place in the order of imports"
     for name in imports(path):
         if name == "reference":
-            assert own in FREE
-            continue
-        assert room_of(name) is not None, f"{name!r} is no room: import from the module that defines it"
-        assert room_of(name) <= room_of(own), f"{own} stands before {name}"
+            assert own in WITH_REFERENCE
+        elif name != own:
+            assert room_of(name) is not None, f"{name!r} is no room: import from the module that defines it"
+            assert room_of(name) <= last, f"{own} stands before {name}"
 
 
 def test_training_and_conversion_do_not_import_each_other():
@@ -68,9 +81,38 @@ def test_training_and_conversion_do_not_import_each_other():
     assert "conversion" not in {name for path in (ROOT / "training").rglob("*.py") for name in imports(path)}
 
 
-def test_the_reference_imports_nothing_that_it_checks():
-    for path in (ROOT / "reference").glob("*.py"):
-        assert set(imports(path)) <= {"reference"}
+@pytest.mark.parametrize("line", ["import subquad.cli", "from subquad import cli", "from subquad.cli.main import app"])
+@pytest.mark.parametrize("template", ["{}", "def f():\n    {}", "if TYPE_CHECKING:\n    {}"])
+def test_an_import_is_seen_wherever_it_stands(tmp_path, line, template):
+    (tmp_path / "module.py").write_text(template.format(line))
+    assert list(imports(tmp_path / "module.py")) == ["cli"]
+
+
+def test_an_import_by_name_is_seen(tmp_path):
+    (tmp_path / "module.py").write_text("import importlib\nimportlib.import_module('subquad.cli.main')")
+    assert list(imports(tmp_path / "module.py")) == ["cli"]
+
+
+def test_mechanisms_holds_mechanisms_only():
+    files = {path.stem for path in (ROOT / "mechanisms").iterdir() if path.suffix == ".py"} - {"__init__"}
+    assert files == {mechanism.info.name for mechanism in MECHANISMS}
+    for mechanism in MECHANISMS:
+        assert mechanism.__module__ == f"subquad.mechanisms.{mechanism.info.name}"
+        classes = [node for node in ast.parse(Path(getfile(mechanism)).read_text()).body if isinstance(node, ast.ClassDef)]
+        assert [node.name for node in classes] == [mechanism.__name__]
+
+
+def test_every_mechanism_is_exported():
+    assert all(getattr(sq, mechanism.__name__) is mechanism for mechanism in MECHANISMS)
+
+
+def test_the_compiled_kernels_know_nothing_of_pytorch():
+    sources = [path for path in (ROOT.parents[1] / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    assert sources
+    for path in sources:
+        included = re.findall(r"^\s*#\s*include\s*[<\"](.*?)[>\"]", path.read_text(), flags=re.MULTILINE)
+        foreign = [name for name in included if re.match(r"(torch|ATen|c10|pybind11)/|Python\.h", name)]
+        assert not foreign, f"{path.name} includes {foreign}"
 
 
 def test_public_names():

@@ -1,7 +1,7 @@
-"""Which mechanisms there are, what each can do, and why it cannot do the rest.
+"""The mechanisms by name: what each supports, and why it refuses the rest.
 
-Other packages add mechanisms with `register`, or declare their classes as entry points of the group `subquad.mechanisms`. Those
-are loaded when an unknown name is asked for, or all names are listed.
+Other packages add mechanisms with `register`, or declare their classes as entry points of the group `subquad.mechanisms`. Entry
+points are loaded when somebody lists the mechanisms or uses a name that is not known yet.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from subquad.errors import InputError, OptionError, UnknownMethodError, UnsupportedError, closest
 from subquad.families.base import NEEDS, Info, Mechanism
 from subquad.mechanisms import MECHANISMS
 
-GROUP = "subquad.mechanisms"  # of entry points
+GROUP = "subquad.mechanisms"  # the entry points of other packages
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DEFAULTS: dict[str, Mechanism] = {}
 
@@ -27,9 +27,9 @@ MechanismClass = TypeVar("MechanismClass", bound=type[Mechanism])
 
 
 def register(mechanism: MechanismClass) -> MechanismClass:
-    """Make a mechanism known by its name, everywhere a built-in one is; usable as a class decorator.
+    """Add a mechanism under its name, to use wherever a built-in one can be used; works as a class decorator.
 
-    Worker processes import the module that the class is defined in, so define it in a module that registers it.
+    Worker processes import the module that defines the class, so register it in that module.
     """
     if not (isinstance(mechanism, type) and issubclass(mechanism, Mechanism)):
         raise OptionError(f"register takes a subclass of subquad.Mechanism; got {mechanism!r}.")
@@ -39,7 +39,7 @@ def register(mechanism: MechanismClass) -> MechanismClass:
     if not getattr(mechanism.__dict__.get("__dataclass_params__"), "frozen", False):
         raise OptionError(f"{mechanism.__name__} must be a frozen dataclass: @dataclass(frozen=True, kw_only=True).")
     if not _NAME.fullmatch(name):
-        raise OptionError(f"the name of a mechanism has lower-case letters, digits and underscores; got {name!r}.")
+        raise OptionError(f"the name of a mechanism must be made of lower-case letters, digits and underscores; got {name!r}.")
     if unknown := [need for need in mechanism.info.refuses if need not in NEEDS]:
         raise OptionError(f"{name} refuses needs that do not exist: {', '.join(unknown)}. Needs: {', '.join(NEEDS)}.")
     if name in _DEFAULTS and type(_DEFAULTS[name]) is not mechanism:
@@ -61,36 +61,41 @@ for _class in MECHANISMS:
 
 @cache
 def _load_plugins() -> None:
-    """Register what installed packages announce; one that does not load is left out, with a warning."""
+    """Register the mechanisms of installed packages."""
     for entry in entry_points(group=GROUP):
-        try:
-            register(entry.load())
-        except Exception as error:  # noqa: PERF203 - one broken package must not hide the others
-            warnings.warn(
-                f"the mechanism {entry.name!r} of an installed package does not load and is left out: {entry.value}: {error}",
-                stacklevel=2,
-            )
+        _load_plugin(entry)
+
+
+def _load_plugin(entry: EntryPoint) -> None:
+    """Register one; if that fails, warn and leave it out, since a broken package must not hide the others."""
+    try:
+        register(entry.load())
+    except Exception as error:
+        warnings.warn(
+            f"the mechanism {entry.name!r} of an installed package cannot be loaded and is left out: {entry.value}: {error}",
+            stacklevel=2,
+        )
 
 
 def methods(**needs: bool) -> list[str]:
-    """The names of all mechanisms that meet `needs` with their default options: `methods(is_causal=True, decode=True)`."""
+    """The names of the mechanisms that support `needs` with their default options: `methods(is_causal=True, decode=True)`."""
     required = _required(needs)
     _load_plugins()
     return [name for name, mechanism in _DEFAULTS.items() if not mechanism.reasons(required)]
 
 
 def info(method: str | Mechanism) -> Info:
-    """The record of one mechanism."""
+    """The record of a mechanism."""
     return resolve(method).info
 
 
 def why_not(method: str | Mechanism, **needs: bool) -> list[str]:
-    """Every reason why `method` cannot meet `needs`; empty if it can: `why_not("rfa", functional=True)`."""
+    """Every reason why `method` does not support `needs`; empty if it does: `why_not("rfa", functional=True)`."""
     return [f"{NEEDS[need]}: {reason}" for need, reason in resolve(method).reasons(_required(needs)).items()]
 
 
 def resolve(method: str | Mechanism) -> Mechanism:
-    """The mechanism itself, or the one of that name with its default options."""
+    """The mechanism; for a name, the mechanism of that name with its default options."""
     if isinstance(method, Mechanism):
         return method
     if isinstance(method, str) and method not in _DEFAULTS:
@@ -105,7 +110,7 @@ def resolve(method: str | Mechanism) -> Mechanism:
 
 
 def require(mechanism: Mechanism, needs: Iterable[str]) -> None:
-    """Refuse, with every reason and the mechanisms that can, if `mechanism` cannot meet all `needs`."""
+    """Raise an error with every reason, and the mechanisms that can, if `mechanism` does not support all `needs`."""
     needs = tuple(needs)
     reasons = mechanism.reasons(needs)
     if not reasons:
@@ -118,7 +123,7 @@ def require(mechanism: Mechanism, needs: Iterable[str]) -> None:
 
 
 def options_of(mechanism: Mechanism) -> dict[str, Any]:
-    """All options of a mechanism, as JSON has them."""
+    """All options of a mechanism, as values for JSON."""
     values = {f.name: getattr(mechanism, f.name) for f in fields(mechanism)}  # type: ignore[arg-type]
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -130,30 +135,30 @@ def with_options(method: str, options: dict[str, Any]) -> Mechanism:
 
 
 def to_record(mechanism: Mechanism) -> dict[str, Any]:
-    """The name and all options, as JSON has them: saved files hold every option, so that later defaults change nothing."""
+    """The name and all options, as values for JSON. Files keep every option, so that new defaults do not change old models."""
     return {"name": mechanism.info.name, **options_of(mechanism)}
 
 
 def from_record(record: dict[str, Any]) -> Mechanism:
-    """The mechanism that `to_record` wrote down."""
+    """The mechanism of a record that `to_record` made."""
     if "name" not in record:
-        raise OptionError(f"a mechanism written as a record has a name beside its options; got {record!r}.")
+        raise OptionError(f"the record of a mechanism must have a name beside its options; got {record!r}.")
     return with_options(record["name"], {name: value for name, value in record.items() if name != "name"})
 
 
 def module_of(mechanism: Mechanism) -> str:
-    """The module that another process imports to know this mechanism; refused if there is none."""
+    """The module that a worker process imports to know this mechanism; an error if it is a script or a notebook."""
     module = type(mechanism).__module__
     if module == "__main__":
         raise InputError(
-            f"worker processes import mechanisms by module, and {type(mechanism).__name__} is defined in a script or notebook. "
-            "Move it to a module of its own."
+            f"{type(mechanism).__name__} must be defined in a module, which worker processes import; got one that is defined in a "
+            "script or notebook. Move it to a file of its own and import it."
         )
     return module
 
 
 def load_module(name: str) -> None:
-    """In a worker process: import the module that defines and registers a mechanism."""
+    """In a worker process: import the module that defines a mechanism and registers it."""
     import_module(name)
 
 

@@ -19,7 +19,9 @@ LENGTH = 23
 class Banded(sq.Mechanism):
     """Known patterns: even heads see `window` tokens to either side, odd heads all."""
 
-    info: ClassVar[sq.Info] = sq.Info(name="banded", engine="block_sparse", idea="", paper="", time="", memory="")
+    info: ClassVar[sq.Info] = sq.Info(
+        name="banded", family="sparse", engine="block_sparse", idea="", paper="", time="", memory=""
+    )
     window: int = 2
 
     def run(self, call):

@@ -1,6 +1,6 @@
 """Linear attention with squared ReLU features: an example of a mechanism in a package of its own.
 
-    o_i = sum_j (phi(q_i) . phi(k_j)) v_j / sum_j phi(q_i) . phi(k_j),    phi(x) = relu(x)^2 + floor
+o_i = sum_j (phi(q_i) . phi(k_j)) v_j / sum_j phi(q_i) . phi(k_j),    phi(x) = relu(x)^2 + floor
 """
 
 from __future__ import annotations

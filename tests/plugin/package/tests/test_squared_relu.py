@@ -1,4 +1,5 @@
 from squared_relu import SquaredReLU
+
 from subquad.testing import MechanismContract
 
 
