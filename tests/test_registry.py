@@ -42,7 +42,7 @@ def test_why_not():
     assert "set p" in sq.why_not(sq.Performer(kind="favor++"), decode=True)[0]
     assert "set stride" in sq.why_not("sparse_fixed", is_causal=True)[0]
     assert sq.why_not(sq.SparseFixed(stride=8), decode=True, key_padding_mask=True) == []
-    assert "only when causal" in sq.why_not(sq.RFA(gated=True), cross=True)[0]
+    assert "defined for causal attention only" in sq.why_not(sq.RFA(gated=True), cross=True)[0]
 
 
 def test_a_refusal_does_not_send_back_to_the_refused_options():

@@ -27,11 +27,11 @@ class TestManyPieces(Oracle):
 
     @pytest.fixture(autouse=True)
     def many_pieces(self, monkeypatch):
-        monkeypatch.setattr(kernelized, "_PIECE", 1)
-        monkeypatch.setattr(kernelized, "_ROWS", 1)
+        monkeypatch.setattr(kernelized, "_PIECE_FEATURES", 1)
+        monkeypatch.setattr(kernelized, "_MIN_PIECE_ROWS", 1)
         monkeypatch.setattr(tiles, "_PIECE", 1)
         monkeypatch.setattr(clustered, "_PIECE", 1)
-        monkeypatch.setattr(hybrid, "_PIECE", 1)
+        monkeypatch.setattr(hybrid, "_PIECE_PAIRS", 1)
         monkeypatch.setattr(hybrid, "_SHORT", 0)
 
 

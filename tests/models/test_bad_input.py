@@ -37,11 +37,14 @@ from tests.models.small import causal_lm, config, tokens, translator
         ({"method": ["linear"] * 3}, "method as a list has one entry a layer, 2 of them; got 3"),
         ({"method": "linear, softmax every 4th layer"}, "a step from 1 to the number of layers, 2; got 4"),
         ({"method": "linear, sofmax every 2nd layer"}, "no method is called 'sofmax'"),
-        ({"method": {"block": 3}}, "a mechanism written as a record has a name"),
+        ({"method": {"block": 3}}, "the record of a mechanism must have a name"),
         ({"method": {"name": "bigbird", "blok": 3}}, "BigBird has no option 'blok'; did you mean 'block'"),
         ({"method": 3}, "method must be a name or a mechanism"),
         ({"attention_dropout": 0.1, "method": "linear"}, "(?s)layer 0 needs .*dropout.*linear does not support"),
-        ({"position": "alibi", "method": "linear"}, "position='alibi' adds a bias .* linear cannot take .layer 0.: the sum"),
+        (
+            {"position": "alibi", "method": "linear"},
+            "position='alibi' adds a bias .* linear cannot take .layer 0.: all queries share one sum",
+        ),
         ({"position": "relative_bias", "method": ["softmax", "local"]}, "local cannot take .layer 1."),
         ({"method": "linear", "cross_method": "local", "add_cross_attention": True}, "(?s)cross-attention of layer 0.*local"),
         ({"method": "nystrom", "is_decoder": True}, "(?s)self-attention of layer 0 needs causal.*Set method to one of these"),
@@ -76,7 +79,7 @@ def test_fields_of_an_encoder_decoder_are_refused_elsewhere(fields):
 def test_options_that_are_causal_only_wait_for_the_model():
     gated = config(sq.RFA(gated=True, features=4))
     SubquadForCausalLM(gated)
-    with pytest.raises(sq.UnsupportedError, match=r"(?s)needs bidirectional attention.*only when causal"):
+    with pytest.raises(sq.UnsupportedError, match=r"(?s)needs bidirectional attention.*defined for causal attention only"):
         SubquadForMaskedLM(gated)
 
 
@@ -96,8 +99,11 @@ def test_a_model_without_a_source_has_no_cross_attention():
 
 
 def test_a_decoder_may_not_see_its_later_queries_through_cross_attention():
-    for cross in ("clustered", sq.Performer(kind="favor++")):
-        with pytest.raises(sq.UnsupportedError, match=r"(?s)cross-attention of layer 0.*would see those after it"):
+    for cross, reason in {
+        "clustered": "would see those after it",
+        sq.Performer(kind="favor++"): "would depend on later ones",
+    }.items():
+        with pytest.raises(sq.UnsupportedError, match=f"(?s)cross-attention of layer 0.*{reason}"):
             SubquadForConditionalGeneration(config(cross_method=cross))
 
 

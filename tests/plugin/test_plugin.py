@@ -44,7 +44,7 @@ def run(installed):
 
 def test_function_layer_models_conversion_list_and_show(run, tmp_path):
     printed = run(HERE / "use.py", tmp_path)
-    assert "relu(x)^2 as features" in printed
+    assert "relu(x)^2 as the feature map" in printed
     assert "squared_relu" in printed
     run(HERE / "use.py", "load", tmp_path)
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from subquad import Info
 from subquad.engines.call import Call
-from subquad.engines.kernelized import Kernel
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
+from subquad.ops.feature_map import FeatureMap
+from subquad.ops.kernelized import KernelizedRule
 
 
 def reference(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor, **_: Any) -> Tensor:
@@ -36,13 +37,13 @@ class SquaredReLU(Kernelized):
         name="squared_relu",
         family="kernelized",
         engine="kernelized",
-        idea="relu(x)^2 as features, so the sum over keys is computed once for all queries",
+        idea="relu(x)^2 as the feature map, so that one sum over the keys serves all queries",
         paper="an example",
         replaces_softmax=True,
         time=TIME,
         memory=MEMORY,
         state=STATE,
-        refuses=refuses(scale="its features take q and k as they are; multiply q and k yourself"),
+        refuses=refuses(scale="its feature map has no scale; multiply q and k before the call"),
     )
     reference: ClassVar[Any] = reference
     floor: float = 0.01
@@ -50,8 +51,8 @@ class SquaredReLU(Kernelized):
     def __post_init__(self) -> None:
         self._require_positive("floor")
 
-    def kernel(self, call: Call) -> Kernel:
-        def phi(x: Tensor) -> Tensor:
-            return x.relu().square() + self.floor
+    def rule(self, call: Call) -> KernelizedRule:
+        return KernelizedRule(feature_map=FeatureMap.symmetric(self.phi, features=call.key.shape[-1]))
 
-        return Kernel(query=phi, key=lambda x: (phi(x), None), features=call.key.shape[-1])
+    def phi(self, x: Tensor) -> Tensor:
+        return x.relu().square() + self.floor
