@@ -60,6 +60,15 @@ def test_a_task_of_ones_own_is_trained(tmp_path):
     assert 0 < record.test["accuracy"] < 1
 
 
+def test_the_mechanism_of_the_page_is_the_one_that_is_installed_and_tested():
+    """tests/plugin installs the package, and runs the page's other code and the contract on it."""
+    page, package = (ROOT / "docs" / "custom-mechanisms.md").read_text(), ROOT / "tests" / "plugin" / "package"
+    shown = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)```", page, flags=re.DOTALL | re.MULTILINE))
+    assert shown == {
+        name: (package / name).read_text() for name in ("squared_relu.py", "pyproject.toml", "tests/test_squared_relu.py")
+    }
+
+
 @pytest.mark.parametrize("name", [name for name in models.__all__ if name.startswith("SubquadFor")])
 def test_every_model_is_in_the_table(name):
     assert f"| `{name}` |" in MODELS

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,12 @@ def test_function_layer_models_conversion_list_and_show(run, tmp_path):
     assert "relu(x)^2 as the feature map" in printed
     assert "squared_relu" in printed
     run(HERE / "use.py", "load", tmp_path)
+
+
+def test_the_code_of_its_page(run):
+    page = (ROOT / "docs" / "custom-mechanisms.md").read_text()
+    [block] = re.findall(r"```python\n(import torch\n.*?)```", page, flags=re.DOTALL)
+    run("-c", f"{block}assert out.shape == (1, 2, 64, 16)")
 
 
 def test_compare(run, tmp_path):
