@@ -27,7 +27,7 @@ def test_a_stop_makes_a_checkpoint_and_going_on_gives_the_same_bits(run, tmp_pat
     stopped = load(tmp_path / "run" / "results.json").records[0]
     assert (stopped.status, stopped.step) == ("stopped", 7)
     assert checkpoints.latest(tmp_path / "run" / "linear").name == "checkpoint-7"
-    with pytest.raises(sq.SubquadError, match=r"not finished: linear\. Go on with --resume, or start over with --fresh"):
+    with pytest.raises(sq.SubquadError, match=r"not finished: linear\. Continue it with --resume, or start over with --fresh"):
         run(eval_every=5)
     again = run(eval_every=5, save_every=100, resume=True)
     assert equal(last(tmp_path / "run" / "linear"), last(tmp_path / "whole" / "linear"))
@@ -139,7 +139,7 @@ def test_a_table_is_of_one_set_of_rows(run, monkeypatch, part):
     other = OtherRows(part)
     monkeypatch.setattr("subquad.training.session.class_path", lambda task: "tests.training.fake:Fake")
     for methods in (["linear"], ["softmax"]):
-        with pytest.raises(sq.InputError, match="a table is of one set of rows; those that this machine has now are others"):
+        with pytest.raises(sq.InputError, match="all methods of a run must use the same rows; those of this machine have changed"):
             run(*methods, task=other, resume=True)
     assert run("linear", resume=True).records[0].status == "done"
 
@@ -151,7 +151,7 @@ def test_smoothing_is_for_classes(run, tmp_path):
             splits.valid.columns["labels"] = splits.valid.columns["labels"].float()
             return splits
 
-    with pytest.raises(sq.InputError, match="label_smoothing is for classes"):
+    with pytest.raises(sq.InputError, match="label_smoothing must be 0 where labels are numbers, not classes; got 0.1"):
         run(task=Numbers(), settings=replace(SETTINGS, label_smoothing=0.1))
 
 
@@ -168,9 +168,9 @@ def test_a_score_that_is_not_finite_is_a_divergence(run):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"status": "bogus"}, "the status of linear is one of waiting, .*; got 'bogus'"),
-        ({"step": 8}, "linear is done after 12 steps; got 8"),
-        ({"test": {"accuracy": "high"}}, "the figures of linear on test rows are numbers"),
+        ({"status": "bogus"}, "the status of linear must be one of waiting, .*; got 'bogus'"),
+        ({"step": 8}, "linear must have made 12 steps to be done; got 8"),
+        ({"test": {"accuracy": "high"}}, "the test figures of linear must be numbers"),
     ],
 )
 def test_results_that_make_no_sense_are_refused(run, tmp_path, change, said):
@@ -181,14 +181,14 @@ def test_results_that_make_no_sense_are_refused(run, tmp_path, change, said):
     with pytest.raises(sq.SubquadError, match=said):
         run("linear", "softmax")
     path.write_text(json.dumps({**saved, "task": {}}))
-    with pytest.raises(sq.SubquadError, match="task has a metric"):
+    with pytest.raises(sq.SubquadError, match="task must have metric and higher_is_better"):
         run("linear", "softmax")
 
 
 def test_a_file_where_a_method_would_have_its_folder_is_refused(run, tmp_path):
     run()
     (tmp_path / "run" / "softmax").write_text("mine")
-    with pytest.raises(sq.SubquadError, match=r"a folder of its name; .*softmax is none\. Move it away"):
+    with pytest.raises(sq.SubquadError, match=r"a folder of its name; .*softmax is a file\. Move it away"):
         run("linear", "softmax")
 
 
@@ -197,9 +197,9 @@ def test_arguments_of_another_kind_are_refused(tmp_path):
         pass
 
     for task, methods, said in (
-        ("digits", ["linear"], r"task is a Task, such as subquad\.tasks\.TASKS\['digits'\]\(\); got 'digits'"),
-        (Fake(), "linear", r"got 'linear'\. Write \['linear'\]"),
-        (Mine(), ["linear"], "Put it into a module, or pass in_worker=False"),
+        ("digits", ["linear"], r"task must be a Task, such as subquad\.tasks\.TASKS\['digits'\]\(\); got 'digits'"),
+        (Fake(), "linear", r"got 'linear'\. Pass \['linear'\]"),
+        (Mine(), ["linear"], "Move it to a module, or pass in_worker=False"),
     ):
         with pytest.raises(sq.InputError, match=said):
             train(task, methods, out=tmp_path / "run")
@@ -227,7 +227,7 @@ def test_results_that_are_not_whole_are_refused(run, tmp_path):
     saved = json.loads(text)
     del saved["records"]
     path.write_text(json.dumps(saved))
-    with pytest.raises(sq.SubquadError, match="lacks what results of this version have"):
+    with pytest.raises(sq.SubquadError, match="is not a valid results file of this version"):
         run()
 
 
@@ -240,7 +240,7 @@ def test_checkpoints_without_results_are_not_gone_on_from(run, tmp_path):
     assert equal(last(tmp_path / "run" / "linear"), last(tmp_path / "whole" / "linear"))
     path.unlink()
     for given in ({}, {"resume": True}):
-        with pytest.raises(sq.SubquadError, match="holds models of linear that it does not tell of"):
+        with pytest.raises(sq.SubquadError, match=r"has models of linear, of which results\.json has no record"):
             run(settings=replace(SETTINGS, steps=3), **given)
     assert (tmp_path / "run" / "linear" / "best").exists()
     assert run(settings=replace(SETTINGS, steps=3), fresh=True).records[0].step == 3
@@ -253,7 +253,7 @@ def test_starting_over_leaves_the_file_of_another_program_alone(run, tmp_path):
         path.write_text(content)
         with pytest.raises(sq.SubquadError, match=r"written by another program: choose another folder\.$"):
             run(resume=True)
-        with pytest.raises(sq.SubquadError, match=r"is of something else\. Choose another --out"):
+        with pytest.raises(sq.SubquadError, match=r"is something else\. Choose another --out"):
             run(fresh=True)
         assert path.read_text() == content
 
@@ -389,7 +389,7 @@ def test_missing_data_concerns_all_methods_and_leaves_the_folder_free(run, tmp_p
 
 
 def test_more_validation_rows_than_there_are_concern_all_methods(run):
-    with pytest.raises(sq.InputError, match="eval_rows is at most 15, as many as there are validation rows; got 16"):
+    with pytest.raises(sq.InputError, match="eval_rows must be at most 15, the number of validation rows; got 16"):
         run(eval_rows=16)
     assert run(eval_rows=15).records[0].eval_rows == 15
 
@@ -397,16 +397,16 @@ def test_more_validation_rows_than_there_are_concern_all_methods(run):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"epochs": 1.0}, "steps or so many epochs, one of the two; got steps=12 and epochs=1.0"),
+        ({"epochs": 1.0}, "pass either steps or epochs, .*; got steps=12 and epochs=1.0"),
         ({"steps": None}, "got steps=None and epochs=None"),
         ({"steps": 0}, "steps"),
-        ({"steps": 10**9 + 1}, "steps is at most 1,000,000,000; got 1,000,000,001"),
-        ({"steps": None, "epochs": 1e300}, "epochs is at most 1,000,000"),
-        ({"lr": 0.0}, "lr is a finite number above 0"),
-        ({"lr": float("nan")}, "lr is a finite number above 0"),
-        ({"heads": 5}, "dim is a multiple of heads; got 12 and 5"),
-        ({"dropout": 1.0}, "dropout is a share"),
-        ({"warmup": -0.1}, "warmup is a share"),
+        ({"steps": 10**9 + 1}, "steps must be at most 1,000,000,000; got 1,000,000,001"),
+        ({"steps": None, "epochs": 1e300}, "epochs must be at most 1,000,000"),
+        ({"lr": 0.0}, "lr must be a finite number above 0"),
+        ({"lr": float("nan")}, "lr must be a finite number above 0"),
+        ({"heads": 5}, "dim must be a multiple of heads; got dim=12 and heads=5"),
+        ({"dropout": 1.0}, "dropout must be a fraction"),
+        ({"warmup": -0.1}, "warmup must be a fraction"),
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"options": (("kind", "z"),)}, "kind of fake is one of 'a', 'b'; got 'z'"),
         ({"options": (("kin", "a"),)}, "has no option 'kin'; did you mean 'kind'"),
@@ -421,11 +421,11 @@ def test_settings_that_no_run_can_have_are_refused(run, tmp_path, change, said):
 def test_methods_that_cannot_be_trained_are_refused(run):
     with pytest.raises(sq.UnknownMethodError, match="did you mean 'linear'"):
         run("linaer")
-    with pytest.raises(sq.UnsupportedError, match="nystrom cannot do this"):
+    with pytest.raises(sq.UnsupportedError, match="nystrom does not support this"):
         run("nystrom", task=FakeText())
     with pytest.raises(sq.InputError, match="at least one method"):
         train(Fake(), [])
-    with pytest.raises(sq.InputError, match="each method is trained once in a run; got 'local' twice"):
+    with pytest.raises(sq.InputError, match="a run trains each method once; got 'local' twice"):
         run("local", sq.Local(window=2))
     with pytest.raises(sq.InputError, match="all stands for every method that can do the task; got others beside it"):
         run("linear", "all")
@@ -445,7 +445,7 @@ def test_methods_that_cannot_be_trained_are_refused(run):
 
 def test_a_batch_is_shared_evenly(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(sq.InputError, match=r"multiple of their number; got 8 and 3 processes\. Choose --batch 9"):
+    with pytest.raises(sq.InputError, match=r"multiple of their number; got 8 and 3 processes\. Pass --batch 9"):
         run()
 
 
