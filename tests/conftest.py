@@ -18,6 +18,19 @@ def _seeded_and_strict():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def third_party(monkeypatch):
+    """The module `tests.third_party`, with its mechanisms registered for one test only."""
+    from subquad import registry
+
+    monkeypatch.setattr(registry, "_DEFAULTS", dict(registry._DEFAULTS))
+    from tests import third_party
+
+    for mechanism in (third_party.Checked, third_party.Unchecked):
+        registry.register(mechanism)
+    return third_party
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--only-kernels",

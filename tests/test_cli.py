@@ -6,8 +6,7 @@ from typer.testing import CliRunner
 
 import subquad as sq
 from subquad import cli
-from subquad.cli import app
-from subquad.cli import terminal as cli_parts
+from subquad.cli import app, terminal
 
 
 @pytest.fixture
@@ -80,6 +79,11 @@ def test_show_draws_every_method_in_80_columns(run, name, direction):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+def test_a_registered_mechanism_is_listed_and_shown(run, third_party):
+    assert "checked_squares" in run("list").stdout
+    assert run("show", "checked_squares").stdout.startswith("checked_squares, ")
+
+
 def test_show_json_is_the_figures(run, tmp_path):
     out = tmp_path / "a.svg"
     facts = json.loads(run("show", "softmax", "--causal", "--length", "7", "--heads", "2", "--json", "--out", str(out)).stdout)
@@ -118,7 +122,7 @@ def test_show_says_where_the_file_is(run, tmp_path):
     + [(word, word) for word in ("none", "favor++", "split", "", "[1]", "{}", "{[]}", "1 2", "b'x'")],
 )
 def test_values_of_options(text, value):
-    read = cli_parts._value(text)
+    read = terminal._value(text)
     assert read == value
     assert type(read) is type(value)
 
@@ -136,8 +140,8 @@ def test_show_takes_options(run):
         (["performer", "--length", "0"], "length must be a whole number of at least 1; got 0"),
         (["performer", "--length", "5000"], "at most 4096 tokens; got 5000"),
         (["performer", "--option", "feature=8"], "has no option 'feature'; did you mean 'features'"),
-        (["performer", "--option", "features=many"], "Performer.features is a whole number of at least 1; got 'many'"),
-        (["performer", "--option", "features"], "an option is name=value, each name once; got 'features'"),
+        (["performer", "--option", "features=many"], "Performer.features must be a whole number of at least 1; got 'many'"),
+        (["performer", "--option", "features"], "an option must be name=value, each name once; got 'features'"),
         (["performer", "--option", "seed=1", "--option", "seed=2"], "each name once; got 'seed=2'"),
         (["linear", "--length", "3", "--out", "picture.gif"], "ends in .png or .svg; got 'picture.gif'"),
         (
@@ -170,7 +174,7 @@ def test_refusals_are_a_message_and_exit_code_2(monkeypatch, capsys):
     def refuse():
         raise sq.InputError("the rule; what came; what to do")
 
-    monkeypatch.setattr(cli, "app", refuse)
+    monkeypatch.setattr(sys.modules[cli.main.__module__], "app", refuse)
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 2

@@ -43,8 +43,8 @@ def compared(tmp_path_factory):
 def test_compare_writes_results_and_page_and_prints_tables(compared):
     folder, done = compared
     assert done.returncode == 0, done.stderr
-    assert "Times faster than SDPA, a forward pass" in done.stdout
-    assert "Times faster than SDPA, one token more" in done.stdout
+    assert "Speedup over SDPA, forward pass" in done.stdout
+    assert "Speedup over SDPA, decoding one token" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     results = load(folder / "subquad-compare" / "results.json")
     assert results.finished
@@ -77,11 +77,11 @@ def test_advise_from_the_last_comparison_here(compared):
     ("arguments", "said"),
     [
         (["--methods", "linaer"], "no method is called 'linaer'"),
-        (["--lengths", "64:32"], "--lengths first:last goes upwards"),
-        (["--lengths", "a,b"], "--lengths is first:last, which doubles"),
-        (["--lengths", "0,64"], "a length is a whole number of tokens from 1"),
-        (["--budget", "0"], "the budget is a time above 0"),
-        (["--dtype", "int8"], "dtype is float32"),
+        (["--lengths", "64:32"], "--lengths first:last must have 1 <= first <= last"),
+        (["--lengths", "a,b"], "--lengths must be first:last, doubling each time"),
+        (["--lengths", "0,64"], "a length must be a whole number of tokens from 1"),
+        (["--budget", "0"], "the budget must be above 0 minutes; got 0"),
+        (["--dtype", "int8"], "dtype must be float32"),
         (["--device", "cuda:77"], "device 'cuda:77' cannot be used here"),
         (["--device", "toaster"], "device 'toaster' cannot be used here"),
         (["--out", "/dev/null/results"], "cannot be written"),
@@ -122,7 +122,7 @@ def test_ctrl_c_keeps_and_reports_what_is_done(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert "Stopped. What was measured is kept" in " ".join(err.split())
-    assert "Times faster than SDPA" in out
+    assert "Stopped. All measurements are kept" in " ".join(err.split())
+    assert "Speedup over SDPA" in out
     assert not load(path).finished
     assert (path.parent / "report.html").exists()

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.bench import Plan, ResultsError, Setting, compare, load
+from subquad.bench import Plan, ResultsError, Setting, advise, compare, load
 from subquad.bench.compare import FILE
 from subquad.bench.measure import DisagreementError, call, error, inputs, peak_bytes, require_agreement
 from subquad.bench.worker import MeasuringWorker, WorkerError
+from subquad.report import write_page
 from subquad.runs.lock import exclusive
 
 SETTING = Setting(heads=2, head_dim=16, threads=1)
@@ -70,7 +71,7 @@ def test_results_of_another_setting_are_kept_and_refused(done, tmp_path):
     _, folder, _ = done
     text = (folder / FILE).read_text()
     (tmp_path / FILE).write_text(text)
-    with pytest.raises(ResultsError, match=r"of another setting or machine \(heads: 2 there, 3 here\).*--fresh"):
+    with pytest.raises(ResultsError, match=r"are from another setting or machine \(heads: 2 there, 3 here\).*--fresh"):
         compare(PLAN, Setting(heads=3, head_dim=16, threads=1), tmp_path)
     assert (tmp_path / FILE).read_text() == text
 
@@ -80,7 +81,7 @@ def test_long_cells_are_predicted(tmp_path):
     results = compare(plan, SETTING, tmp_path)
     timing = results.timing("sdpa", 2**20, "forward")
     assert timing.status == "predicted"
-    assert "and the budget allows" in timing.why
+    assert "s, and the budget allows" in timing.why
     assert timing.predicted > results.timing("sdpa", 128, "forward").rounds[0][0]
     assert results.fact("sdpa", 2**20).status == "predicted"
 
@@ -96,9 +97,9 @@ def test_methods_without_the_direction_are_named(tmp_path):
     ("plan", "said"),
     [
         (Plan(("linaer",), (64,)), "no method is called 'linaer'"),
-        (Plan(("linear",), (0,)), "a length is a whole number of tokens from 1"),
+        (Plan(("linear",), (0,)), "a length must be a whole number of tokens from 1"),
         (Plan(("linear",), ()), "at least one method, one length"),
-        (Plan(("linear",), (64,), budget=0.0), "the budget is a time above 0"),
+        (Plan(("linear",), (64,), budget=0.0), "the budget must be above 0 minutes; got 0"),
     ],
 )
 def test_impossible_plans(tmp_path, plan, said):
@@ -130,9 +131,29 @@ def test_a_method_off_its_reference_is_not_measured(monkeypatch):
     from subquad.ops import dispatch
 
     monkeypatch.setattr(kernelized, "_normalize", lambda out, count, rule: out[..., :-1])
-    with dispatch.disabled(), pytest.raises(DisagreementError, match="linear is off its reference by"):
+    with dispatch.disabled(), pytest.raises(DisagreementError, match="linear differs from its reference by"):
         require_agreement("linear", SETTING)
     require_agreement("local", SETTING)
+
+
+def test_a_registered_mechanism_is_compared_if_it_has_a_reference(third_party, tmp_path):
+    plan = Plan(("checked_squares", "unchecked_squares"), (64,), ("forward", "decode"), rounds=1)
+    results = compare(plan, SETTING, tmp_path)
+    assert results.methods == ["checked_squares"]
+    assert all(results.timing("checked_squares", 64, kind).rounds for kind in plan.passes)
+    assert results.refusals["unchecked_squares"] == (
+        "it has no reference to be checked against: set Unchecked.reference, see subquad.reference"
+    )
+    results.timing("checked_squares", 64, "forward").rounds = [(0.1, 1.0)] * 3
+    assert advise(64, results=results)[0].code == 'sq.attention(q, k, v, "checked_squares")'
+    write_page(results, tmp_path / "page.html")
+    assert "checked_squares" in (tmp_path / "page.html").read_text()
+
+
+def test_a_mechanism_of_a_script_is_refused(third_party, monkeypatch, tmp_path):
+    monkeypatch.setattr(third_party.Checked, "__module__", "__main__")
+    with pytest.raises(sq.InputError, match=r"Checked is defined in a script or notebook\. Move it to a module"):
+        compare(Plan(("checked_squares",), (64,)), SETTING, tmp_path)
 
 
 def test_peak_bytes_are_those_of_the_tensors():
@@ -163,7 +184,7 @@ def test_errors_on_the_inputs_of_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        ({"query": torch.zeros(1, 1, 2, 2)}, "tensors named query, key and value; got query"),
+        ({"query": torch.zeros(1, 1, 2, 2)}, "must contain tensors named query, key and value; got query"),
         ({"query": torch.zeros(2, 2), "key": torch.zeros(2, 2), "value": torch.zeros(2, 2)}, "must have one shape"),
         (dict.fromkeys(("query", "key", "value"), torch.full((1, 2, 64, 4), torch.nan)), "must be finite; got NaN"),
         (None, "cannot be read as saved tensors"),
@@ -185,7 +206,7 @@ def test_inputs_of_a_model_may_come_later_but_not_change(tmp_path):
     found = compare(replace(first, qkv=tmp_path / "a.pt"), SETTING, tmp_path / "out")
     assert set(found.fact("linear", 64).errors) == {"random", "real"}
     assert found.inputs.startswith("a.pt (")
-    with pytest.raises(ResultsError, match=r"are of the inputs a.pt \(\w+\); got b.pt"):
+    with pytest.raises(ResultsError, match=r"were measured on the inputs a.pt \(\w+\); got b.pt"):
         compare(replace(first, qkv=tmp_path / "b.pt"), SETTING, tmp_path / "out")
 
 

@@ -54,7 +54,7 @@ def test_an_unwritable_folder(tmp_path):
         ("[]", "must have schema 'subquad.compare', version 1; got None"),
         ('{"schema": "other", "version": 1}', "got 'other', version 1"),
         ('{"schema": "subquad.compare", "version": 99}', "version 99"),
-        ('{"schema": "subquad.compare", "version": 1}', "lacks what results of this version have"),
+        ('{"schema": "subquad.compare", "version": 1}', "is not a valid results file of this version"),
     ],
 )
 def test_files_that_are_something_else(tmp_path, text, said):

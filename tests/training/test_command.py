@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import subquad as sq
-from subquad.cli import app
-from subquad.cli import terminal as cli_parts
+from subquad.cli import app, terminal
 from subquad.cli.train import _methods, _sparkline
 from subquad.runs.lock import exclusive
 from subquad.runs.progress import Progress
@@ -50,7 +49,7 @@ def test_a_run_survives_ctrl_c_and_kill_and_ends_with_the_same_bits(tmp_path):
     first.send_signal(signal.SIGINT)
     _, said = first.communicate(timeout=60)
     assert first.returncode == 130
-    assert "the same command with --resume goes on" in " ".join(said.split())
+    assert "the same command with --resume continues it" in " ".join(said.split())
     stopped = load(out / "results.json").records[0]
     assert (stopped.status, 10 <= stopped.step < 120) == ("stopped", True)
 
@@ -61,7 +60,7 @@ def test_a_run_survives_ctrl_c_and_kill_and_ends_with_the_same_bits(tmp_path):
     assert second.returncode == -9
     while True:  # the process that trains sees that it is alone, and ends
         try:
-            with exclusive(out, "comparison"):
+            with exclusive(out, "training"):
                 break
         except sq.SubquadError:
             time.sleep(0.05)
@@ -78,14 +77,20 @@ def test_a_run_survives_ctrl_c_and_kill_and_ends_with_the_same_bits(tmp_path):
     [
         (["digit", "--method", "linear"], "no task is called 'digit'; did you mean 'digits'? Tasks: digits,"),
         (["digits"], "a run needs at least one method"),
-        (["digits", "--method", "linear", "--steps", "3", "--epochs", "1"], "pass either steps or epochs, which both set the length of a run; got steps=3 and epochs=1.0"),
+        (
+            ["digits", "--method", "linear", "--steps", "3", "--epochs", "1"],
+            "pass either steps or epochs, which both set the length of a run; got steps=3 and epochs=1.0",
+        ),
         (["digits", "--method", "lin"], "no method is called 'lin'"),
         (["digits", "--method", "linear", "--option", "a"], "Write it as --option tokens=pixels"),
         (["digits", "--method", "linear", "--option", "a=b"], "digits has no option 'a'"),
-        (["digits", "--method", "all", "--method-option", "features=3"], "go with methods by name"),
+        (
+            ["digits", "--method", "all", "--method-option", "features=3"],
+            "--method-option needs methods by name; got --method all",
+        ),
         (["digits", "--method", "linear,local", "--method-option", "window=3"], "method.name=value"),
         (["digits", "--method", "local", "--method-option", "widow=3"], "widow"),
-        (["digits", "--method", "linear", "--method-option", "performer.features=3"], "of one that is trained (linear)"),
+        (["digits", "--method", "linear", "--method-option", "performer.features=3"], "for one of the methods (linear)"),
         (["digits", "--method", "local", *["--method-option", "window=3"] * 2], "--method-option local.name=value"),
         (["digits", "--method", "LINEAR"], "did you mean 'linear'"),
         (["digits", "--method", "linear", "--resume", "--fresh"], "got --resume and --fresh"),
@@ -106,7 +111,7 @@ def test_an_empty_name_is_no_folder(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, [*command, "--out", ""], env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    assert "a folder has a name; got an empty one" in result.output
+    assert "a folder must have a name; got an empty one" in result.output
     assert not list(tmp_path.iterdir())
 
 
@@ -145,9 +150,9 @@ def test_options_go_to_their_method():
 
 
 def test_without_a_terminal_a_line_from_time_to_time_says_how_far_it_is(capsys, monkeypatch):
-    monkeypatch.setattr(cli_parts, "LINE_EVERY", -1.0)
+    monkeypatch.setattr(terminal, "LINE_EVERY", -1.0)
     for is_shown in (True, False):
-        with cli_parts.Bar(is_shown) as bar:
+        with terminal.Bar(is_shown) as bar:
             bar.show(Progress("linear, step 3 [1/2]", 0.25, 9.0))
         assert capsys.readouterr().err == ("linear, step 3 [1/2], 25%, about 9 s left\n" if is_shown else "")
 

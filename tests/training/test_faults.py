@@ -139,7 +139,9 @@ def test_a_table_is_of_one_set_of_rows(run, monkeypatch, part):
     other = OtherRows(part)
     monkeypatch.setattr("subquad.training.session.class_path", lambda task: "tests.training.fake:Fake")
     for methods in (["linear"], ["softmax"]):
-        with pytest.raises(sq.InputError, match="all methods of a run must use the same rows; those of this machine have changed"):
+        with pytest.raises(
+            sq.InputError, match="all methods of a run must use the same rows; those of this machine have changed"
+        ):
             run(*methods, task=other, resume=True)
     assert run("linear", resume=True).records[0].status == "done"
 
@@ -151,7 +153,7 @@ def test_smoothing_is_for_classes(run, tmp_path):
             splits.valid.columns["labels"] = splits.valid.columns["labels"].float()
             return splits
 
-    with pytest.raises(sq.InputError, match="label_smoothing must be 0 where labels are numbers, not classes; got 0.1"):
+    with pytest.raises(sq.InputError, match=r"label_smoothing must be 0 where labels are numbers, not classes; got 0\.1"):
         run(task=Numbers(), settings=replace(SETTINGS, label_smoothing=0.1))
 
 

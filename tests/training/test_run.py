@@ -41,6 +41,13 @@ def test_a_run_leaves_its_scores_its_curves_and_its_best_model(run, tmp_path):
     assert load(tmp_path / "run" / "results.json") == results
 
 
+def test_a_registered_mechanism_is_trained_in_a_worker(run, third_party, tmp_path):
+    [record] = run("unchecked_squares", settings=replace(SETTINGS, steps=2), in_worker=True).records
+    assert (record.status, record.method) == ("done", "unchecked_squares")
+    kept = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / record.method / "best")
+    assert any(isinstance(m, sq.MechanismModule) and m.method == third_party.Unchecked() for m in kept.modules())
+
+
 def test_the_best_model_is_that_of_its_step_and_no_later_one(run, tmp_path):
     scores = iter([0.2, 0.9, 0.5, 0.5])
 

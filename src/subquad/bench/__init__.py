@@ -1,4 +1,4 @@
-"""Measurements on this machine: what each mechanism saves and costs, by length."""
+"""Measurements on this machine: the time, memory and error of each mechanism by length."""
 
 from subquad.bench.advise import Advice, advise
 from subquad.bench.compare import compare

@@ -1,4 +1,4 @@
-"""What the measurements say: ratios with intervals, growth, and the length from which a method pays."""
+"""Analysis of measurements: ratios with confidence intervals, growth, and the length from which a method is faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _T = (
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster than the baseline, with a 95% interval (None: of a single round, or predicted)."""
+    """How many times faster than the baseline, with a 95% confidence interval (None for a single round or a prediction)."""
 
     value: float
     low: float | None = None
@@ -28,9 +28,9 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Crossing:
-    """From which length on a method beats the baseline: `length`; `at_most` where it did at the shortest one already.
+    """The length from which a method beats the baseline; `at_most` if it already does at the shortest one.
 
-    Not `is_certain`: at the longest length measured the interval of the ratio has 1 inside.
+    It is not `is_certain` if the confidence interval at the longest measured length includes 1.
     """
 
     length: float
@@ -39,14 +39,14 @@ class Crossing:
 
 
 def seconds(timing: Timing | None) -> float | None:
-    """The median over rounds, or what was predicted."""
+    """The median over rounds, or the prediction."""
     if timing is None:
         return None
     return statistics.median(s for s, _ in timing.rounds) if timing.rounds else timing.predicted
 
 
 def ratio(results: Results, method: str, length: int, kind: Pass) -> Ratio | None:
-    """Of the same rounds: the geometric mean, and Student's interval around it on the logarithms."""
+    """The geometric mean over rounds, with Student's confidence interval of the logarithms."""
     timing = results.timing(method, length, kind)
     if timing is None:
         return None
@@ -84,7 +84,7 @@ def memory_growth(results: Results, method: str) -> float | None:
 
 
 def crossover(gains: Sequence[tuple[int, float]]) -> Crossing | None:
-    """Where the gain over the baseline passes 1 for good, between lengths on a straight line of logarithms."""
+    """Where the gain over the baseline stays above 1, interpolated between lengths on logarithmic axes."""
     gains = sorted(gains)
     if not gains or gains[-1][1] <= 1:
         return None
@@ -97,7 +97,7 @@ def crossover(gains: Sequence[tuple[int, float]]) -> Crossing | None:
 
 
 def time_crossover(results: Results, method: str, kind: Pass) -> Crossing | None:
-    """By what was measured; predictions prove nothing."""
+    """From measurements only, not from predictions."""
     found = [(n, ratio(results, method, n, kind)) for n in results.lengths]
     measured = [(n, r) for n, r in found if r is not None and not r.is_predicted]
     crossing = crossover([(n, r.value) for n, r in measured])
@@ -105,7 +105,7 @@ def time_crossover(results: Results, method: str, kind: Pass) -> Crossing | None
 
 
 def is_surely_faster(found: Ratio) -> bool:
-    """By the lower end of its interval, where it has one."""
+    """Whether the lower end of the interval, or the value if there is none, is above 1."""
     return (found.value if found.low is None else found.low) > 1
 
 
@@ -119,11 +119,11 @@ def memory_crossover(results: Results, method: str) -> Crossing | None:
 
 
 def headline(results: Results, kind: Pass = "forward") -> str:
-    """One sentence for the fastest method at the longest length where it was compared."""
+    """One sentence about the fastest method at the longest length at which it was compared."""
     assert kind in PASSES
     if not any(t.rounds for t in results.of(kind) if t.method != BASELINE):
         none_can = results.refusals and not results.methods
-        return "None of the methods asked for can do this." if none_can else "Nothing is measured yet."
+        return "None of these methods can be compared." if none_can else "Nothing has been measured yet."
     for length in sorted(results.lengths, reverse=True):
         ratios = {m: ratio(results, m, length, kind) for m in results.methods if m != BASELINE}
         measured = {m: r for m, r in ratios.items() if r is not None and not r.is_predicted and is_surely_faster(r)}
@@ -131,16 +131,18 @@ def headline(results: Results, kind: Pass = "forward") -> str:
             continue
         best = max(measured, key=lambda m: measured[m].value)
         crossing = time_crossover(results, best, kind)
-        start = "At every length here" if crossing is None or crossing.at_most else f"From {rounded(crossing.length)} tokens on"
+        start = (
+            "At every measured length" if crossing is None or crossing.at_most else f"From {rounded(crossing.length)} tokens on"
+        )
         gain = f"at {length:,} tokens it is {measured[best].value:.1f}x faster"
         fact = results.fact(best, length)
         error = None if fact is None else fact.errors.get("random")
-        off = "" if error is None else f", its output {error:.0%} off on random inputs"
-        return f"{start} {best} attention is faster than SDPA on this machine; {gain}{off}."
-    return "At the lengths measured here no method is faster than SDPA on this machine."
+        off = "" if error is None else f", and its output differs by {error:.0%} on random inputs"
+        return f"{start}, {best} attention is faster than SDPA on this machine; {gain}{off}."
+    return "At these lengths no method is faster than SDPA on this machine."
 
 
 def rounded(length: float) -> str:
-    """To two digits, with a comma."""
+    """Rounded to two digits, with thousands separators."""
     digits = max(0, math.floor(math.log10(length)) - 1)
     return f"{round(length / 10**digits) * 10**digits:,}"

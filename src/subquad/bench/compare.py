@@ -1,8 +1,8 @@
-"""The comparison: every method at every length, in rounds, within a budget of time, to be stopped and resumed at will.
+"""The comparison: every method at every length, in rounds, within a time budget. It can be stopped at any moment and resumed.
 
-A first sweep goes from short to long lengths and measures each cell in a few rounds; a cell that would take too long, or more
-memory than there is, is predicted from the shorter ones instead. Then come more rounds. In a round all methods take turns at
-one length, and each is paired with the baseline of that round. Whatever is measured is written at once.
+A first sweep goes from short to long lengths and measures each cell in a few rounds. A cell that would take too long, or more
+memory than is free, is predicted from shorter lengths instead. Then more rounds follow. In a round all methods take turns at
+one length, and each is compared with the baseline in the same round. Every measurement is saved at once.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 
 from subquad.bench import analysis
 from subquad.bench.measure import saved_inputs
-from subquad.bench.plan import Plan, check, refusals_of, sample
+from subquad.bench.plan import Plan, check_plan, example, refusals_of
 from subquad.bench.results import BASELINE, Facts, Pass, Results, Setting, Timing, load, save
 from subquad.bench.worker import MeasuringWorker, WorkerError
+from subquad.registry import resolve
 from subquad.runs.lock import exclusive
 from subquad.runs.machine import describe_machine
 from subquad.runs.memory import free_memory
 from subquad.runs.progress import OnProgress, Progress
-from subquad.runs.results_file import ResultsError, command_line
+from subquad.runs.results_file import ResultsError, command_line, differences
 
 FILE = "results.json"
-_SLOWEST = 10  # a call and what prepares it may take the budget divided by this
-_VISIT = 2  # rounds at a length before going to another
-_AT_ONCE = 3  # rounds of the first visit, or fewer, if no more fit
-_UNTIL: dict[Pass, float] = {"forward": 0.7, "training": 0.9, "decode": 0.95}  # shares of the budget for the first visits
-_SPARE = 0.8  # share of the free memory that a cell may take
-_LEAST = {BASELINE: 2.0, "svd": 3.0}  # exponents, 1 for the others: at short lengths overheads hide them
+_SLOWEST = 10  # a call with its preparation may take the budget divided by this
+_VISIT_ROUNDS = 2  # rounds at one length before the next
+_FIRST_ROUNDS = 3  # rounds of the first visit; fewer if no more fit
+_FIRST_SWEEP: dict[Pass, float] = {"forward": 0.7, "training": 0.9, "decode": 0.95}  # fractions of the budget it may use
+_MEMORY_SHARE = 0.8  # fraction of the free memory that a cell may take
 
 
 def compare(
@@ -42,11 +42,16 @@ def compare(
     fresh: bool = False,
     on_progress: OnProgress = lambda progress: None,
 ) -> Results:
-    """Run `plan`, going on from the results in folder `out` unless `fresh`; every measurement is in the file when it is made.
+    """Run `plan`, and return what was measured.
 
-    KeyboardInterrupt passes through: what was measured by then is in the file.
+    Args:
+        out: the folder of the results; a comparison in it is resumed.
+        fresh: start over instead.
+        on_progress: called before each measurement.
+
+    KeyboardInterrupt passes through; the file has all measurements made until then.
     """
-    check(plan, setting)
+    check_plan(plan, setting)
     path = out / FILE
     with exclusive(out, "comparison"):
         results = _begin(plan, setting, path, fresh)
@@ -68,17 +73,17 @@ def _begin(plan: Plan, setting: Setting, path: Path, fresh: bool) -> Results:
     results = Results(setting, machine)
     if path.exists() and not fresh:
         results = load(path)
-        before, now = ({**vars(s), **m, "commit": None} for s, m in ((results.setting, results.machine), (setting, machine)))
-        differ = [f"{name}: {before.get(name)!r} there, {now[name]!r} here" for name in now if before.get(name) != now[name]]
-        if differ:
+        current = {**vars(setting), **machine, "commit": None}
+        saved = {**vars(results.setting), **results.machine, "commit": None}
+        if differ := differences({name: saved.get(name) for name in current}, current):
             raise ResultsError(
-                f"the results in {path} are of another setting or machine ({'; '.join(differ)}). "
+                f"the results in {path} are from another setting or machine ({'; '.join(differ)}). "
                 "Choose another --out, or start over with --fresh."
             )
     inputs = _fingerprint(plan.qkv) if plan.qkv is not None else results.inputs
     if results.inputs and results.inputs != inputs:
         raise ResultsError(
-            f"the errors in {path} are of the inputs {results.inputs}; got {inputs}. "
+            f"the errors in {path} were measured on the inputs {results.inputs}; got {inputs}. "
             "Choose another --out, or start over with --fresh."
         )
     results.inputs = inputs
@@ -95,28 +100,30 @@ def _fingerprint(path: Path) -> str:
 
 
 class _Run:
+    """One session of a comparison."""
+
     def __init__(self, plan: Plan, results: Results, worker: MeasuringWorker, path: Path, on_progress: OnProgress) -> None:
         self.plan, self.results, self.worker, self.path, self.on_progress = plan, results, worker, path, on_progress
         self.methods = [m for m in plan.methods if m in results.methods and m != BASELINE]
         self.saved_tokens = 0 if plan.qkv is None else saved_inputs(plan.qkv)[0].shape[2]
-        self.begun, self.before = time.monotonic(), results.seconds
+        self.begun, self.seconds_before = time.monotonic(), results.seconds
         self.shuffle = random.Random(0).shuffle
         self.costs: dict[tuple[int, Pass], float] = {}  # seconds of the last visit
-        self.firsts: dict[tuple[str, int, Pass], float] = {}  # seconds of a cell's first timing, with all that it prepares
+        self.firsts: dict[tuple[str, int, Pass], float] = {}  # seconds of a cell's first timing, with its preparation
 
     @property
     def left(self) -> float:
         return self.plan.budget - (time.monotonic() - self.begun)
 
     def check_agreement(self) -> None:
-        """A method that is off its reference is not measured."""
+        """Refuse methods that do not agree with their reference."""
         for method in list(self.methods):
             self._report(f"checking {method}")
             answer = self._ask(60.0, do="agree", method=method)
             if "failed" in answer:
                 self.results.refusals[method] = answer["failed"]
                 self.methods.remove(method)
-                self._keep()
+                self._save()
 
     def first_sweep(self) -> None:
         """Forward passes at all lengths before anything else."""
@@ -126,39 +133,39 @@ class _Run:
                     for method in (BASELINE, *self.methods):
                         self._facts(method, length)
                 members = [m for m in (BASELINE, *self.methods) if self._is_due(m, length, kind)]
-                rounds = [r for r in range(1, _AT_ONCE + 1) if self._fits(length, kind, r)]
+                rounds = [r for r in range(1, _FIRST_ROUNDS + 1) if self._fits(length, kind, r)]
                 self._visit(length, kind, members, min(max(rounds, default=1), self.plan.rounds))
 
     def more_rounds(self) -> None:
-        """Sweep after sweep, in any order, until each cell has its rounds or nothing more fits into the budget."""
+        """Sweep after sweep, in random order, until each cell has its rounds or nothing more fits into the budget."""
         groups = [(n, kind) for n in self.plan.lengths for kind in self.plan.passes]
         while due := [g for g in groups if self._missing(*g) and self._cost(*g) < self.left]:
             lengths = sorted({length for length, _ in due})
             self.shuffle(lengths)
-            for length, kind in sorted(due, key=lambda g: lengths.index(g[0])):  # inputs and states of a length are made once
+            for length, kind in sorted(due, key=lambda g: lengths.index(g[0])):  # a length's inputs and states are made once
                 if self._cost(length, kind) < self.left:
                     members = [t.method for t in self._members(length, kind)]
-                    self._visit(length, kind, members, min(_VISIT, self._missing(length, kind)))
+                    self._visit(length, kind, members, min(_VISIT_ROUNDS, self._missing(length, kind)))
 
     def _members(self, length: int, kind: Pass) -> list[Timing]:
         timings = [self.results.timing(m, length, kind) for m in (BASELINE, *self.methods)]
         return [t for t in timings if t is not None and t.rounds and t.status == "measured"]
 
     def _missing(self, length: int, kind: Pass) -> int:
-        """Rounds that some method still lacks."""
+        """The most rounds that a method still lacks."""
         return max((self.plan.rounds - len(t.rounds) for t in self._members(length, kind)), default=0)
 
     def _cost(self, length: int, kind: Pass) -> float:
-        """Seconds of a visit: as long as the last one took, or a warm-up and a few rounds of all."""
+        """Seconds of a visit: those of the last one, or at least a warm-up and its rounds."""
         rounds = sum(analysis.seconds(t) or 0.0 for t in self._members(length, kind))
-        return max(self.costs.get((length, kind), 0.0), (1 + _VISIT) * rounds)
+        return max(self.costs.get((length, kind), 0.0), (1 + _VISIT_ROUNDS) * rounds)
 
     def _fits(self, length: int, kind: Pass, rounds: int) -> bool:
-        """Whether the budget has room for a first visit, by the growth so far."""
+        """Whether a first visit fits into the budget, as predicted from shorter lengths."""
         known = [self._expected(m, length, kind) for m in (BASELINE, *self.methods)]
         longest = self.plan.budget / _SLOWEST
         cost = sum(first + (rounds - 1) * call for call, first in known if call is not None and first <= longest)
-        return cost < self.left - self.plan.budget * (1 - _UNTIL[kind])
+        return cost < self.left - self.plan.budget * (1 - _FIRST_SWEEP[kind])
 
     def _visit(self, length: int, kind: Pass, members: list[str], rounds: int) -> None:
         start = time.monotonic()
@@ -167,7 +174,7 @@ class _Run:
         self.costs[length, kind] = time.monotonic() - start
 
     def _round(self, length: int, kind: Pass, members: list[str]) -> None:
-        """Each of `members` once, the baseline first."""
+        """Time each of `members` once, the baseline first."""
         base = self._time(BASELINE, length, kind, None) if BASELINE in members else None
         others = [m for m in members if m != BASELINE]
         self.shuffle(others)
@@ -186,7 +193,7 @@ class _Run:
         else:
             timing.status, timing.why, timing.predicted = "measured", "", None
             timing.rounds.append((answer["seconds"], base if method != BASELINE else answer["seconds"]))
-        self._keep()
+        self._save()
         return answer.get("seconds")
 
     def _timing(self, method: str, length: int, kind: Pass) -> Timing:
@@ -197,11 +204,11 @@ class _Run:
         return timing
 
     def _is_due(self, method: str, length: int, kind: Pass) -> bool:
-        """Whether to run a cell for the first time; if it may not run, it is marked with the reason."""
+        """Whether to run a cell for the first time; if it must not run, the reason is recorded."""
         known = self.results.timing(method, length, kind)
         if known is not None and (known.rounds or known.status in ("failed", "refused")):
             return False
-        if kind == "decode" and method != BASELINE and (reasons := sample(method).reasons(["decode"])):
+        if kind == "decode" and method != BASELINE and (reasons := example(method).reasons(["decode"])):
             refused = self._timing(method, length, kind)
             refused.status, refused.why = "refused", "; ".join(reasons.values())
             return False
@@ -209,20 +216,20 @@ class _Run:
         (expected, first), longest = self._expected(method, length, kind), self.plan.budget / _SLOWEST
         why = ""
         if first > longest:
-            why = f"it would take about {first:.0f} s, and the budget allows {longest:.1f} for a call with its preparation"
+            why = f"a call with its preparation would take about {first:.0f} s, and the budget allows {longest:.1f} s"
         elif fact is not None and fact.status == "predicted" and "memory" in fact.why:
             why = fact.why
         if not why and not self._fits(length, kind, 1):
-            why = "the budget was spent before"
+            why = "the budget was used up"
         if not why or expected is None:
             return True
         timing = self._timing(method, length, kind)
         timing.status, timing.predicted, timing.why = "predicted", expected, why
-        self._keep()
+        self._save()
         return False
 
     def _facts(self, method: str, length: int) -> None:
-        """Memory and errors, once."""
+        """Measure memory and errors, once."""
         known = self.results.fact(method, length)
         lacks = method != BASELINE and length <= self.saved_tokens and known is not None and "real" not in known.errors
         if known is not None and known.status != "predicted" and not lacks:
@@ -231,14 +238,14 @@ class _Run:
         if known is None:
             self.results.facts.append(fact)
         fact.peak_bytes, why = self._predicted_bytes(method, length), ""
-        if fact.peak_bytes is not None and fact.peak_bytes > _SPARE * free_memory():
+        if fact.peak_bytes is not None and fact.peak_bytes > _MEMORY_SHARE * free_memory():
             why = f"it would take about {fact.peak_bytes / 2**30:.1f} GiB of memory"
         expected, base = self._predicted(method, length, "forward"), self._predicted(BASELINE, length, "forward")
         if not why and max(expected or 0.0, base or 0.0) > self.plan.budget / _SLOWEST:
             why = "a call would take too long for the budget"
         if why and fact.peak_bytes is not None:
             fact.status, fact.why = "predicted", why
-            self._keep()
+            self._save()
             return
         self._report(f"{method}, {length:,} tokens, memory and error")
         answer = self._ask(60.0 + 20 * (expected or 1.0), do="facts", method=method, length=length)
@@ -246,23 +253,23 @@ class _Run:
             fact.status, fact.why, fact.peak_bytes = "failed", answer["failed"], None
         else:
             fact.status, fact.why, fact.peak_bytes, fact.errors = "measured", "", answer["bytes"], answer["errors"]
-        self._keep()
+        self._save()
 
     def _predicted(self, method: str, length: int, kind: Pass) -> float | None:
-        """Seconds, by the growth over shorter lengths; training from the forward pass where nothing else is known."""
+        """Seconds, extrapolated from shorter lengths; for training, three forward passes if nothing else is known."""
         timings = [t for t in self.results.of(kind) if t.method == method and t.rounds and t.length < length]
         points = [(t.length, analysis.seconds(t) or 0.0) for t in timings]
         if points:
-            return _extrapolated(points, length, 0.0 if kind == "decode" else _LEAST.get(method, 1.0))
+            return _extrapolated(points, length, _least_growth(method, kind))
         own = self.results.timing(method, length, "forward")
         forward = analysis.seconds(own) if own is not None else None
         return 3 * forward if kind == "training" and forward is not None else None
 
     def _expected(self, method: str, length: int, kind: Pass) -> tuple[float | None, float]:
-        """Seconds of a call, and of the first one: with a warm-up, or with the state it goes on from."""
+        """Seconds of a call, and of the first one, which includes a warm-up or the state to decode from."""
         call = self._predicted(method, length, kind)
         before = [(n, taken) for (m, n, k), taken in self.firsts.items() if (m, k) == (method, kind) and n < length]
-        first = _extrapolated(before, length, 0.0 if kind == "decode" else _LEAST.get(method, 1.0)) if before else 0.0
+        first = _extrapolated(before, length, _least_growth(method, kind)) if before else 0.0
         return call, max(first, 2 * (call or 0.0))
 
     def _predicted_bytes(self, method: str, length: int) -> int | None:
@@ -276,8 +283,8 @@ class _Run:
         except WorkerError as error:
             return {"failed": str(error)}
 
-    def _keep(self) -> None:
-        self.results.seconds = self.before + time.monotonic() - self.begun
+    def _save(self) -> None:
+        self.results.seconds = self.seconds_before + time.monotonic() - self.begun
         save(self.results, self.path)
 
     def _report(self, message: str) -> None:
@@ -285,9 +292,18 @@ class _Run:
         done = sum(
             min(len(t.rounds), self.plan.rounds) if t.status == "measured" else self.plan.rounds for t in self.results.timings
         )
-        self.on_progress(
-            Progress(message, min(max(done / cells, 1 - max(self.left, 0.0) / self.plan.budget), 1.0), max(self.left, 0.0))
-        )
+        left = max(self.left, 0.0)
+        fraction = min(max(done / cells, 1 - left / self.plan.budget), 1.0)
+        self.on_progress(Progress(message, fraction, left))
+
+
+def _least_growth(method: str, kind: Pass) -> float:
+    """The least exponent with which time grows with the length: at short lengths overheads hide it."""
+    if kind == "decode":
+        return 0.0
+    if method == BASELINE:
+        return 2.0
+    return 3.0 if resolve(method).info.is_oracle else 1.0
 
 
 def _extrapolated(points: Iterable[tuple[int, float]], length: int, least: float) -> float:

@@ -1,4 +1,4 @@
-"""One measurement at a time: how long a call takes, what it holds at its peak, how far it is from exact softmax.
+"""Single measurements: the time of a call, its peak memory, and its error against exact softmax.
 
 B batch, H heads, N tokens, D channels.
 """
@@ -23,12 +23,12 @@ from subquad.errors import InputError, SubquadError
 from subquad.families.base import Mechanism
 from subquad.registry import resolve
 
-LEAST = 0.005  # seconds that a timing takes at least; shorter calls are repeated
-CHECKED = 150  # tokens on which a method must agree with its reference
+MIN_SECONDS = 0.005  # of a timing; shorter calls are repeated
+CHECKED_LENGTH = 150  # tokens on which a method must agree with its reference
 
 
 class DisagreementError(SubquadError):
-    """A method that is off its reference, so that its speed means nothing."""
+    """A method whose output is not that of its reference, so that its speed means nothing."""
 
 
 def inputs(setting: Setting, length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +41,7 @@ def inputs(setting: Setting, length: int, seed: int = 0) -> tuple[Tensor, Tensor
 
 
 def saved_inputs(path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value (B, H, N, D) of a model, from a file that holds them by these names."""
+    """Query, key and value (B, H, N, D) of a model, from a file with tensors of these names."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -49,12 +49,12 @@ def saved_inputs(path: Path) -> tuple[Tensor, Tensor, Tensor]:
             saved = load_file(path)
         else:
             saved = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # whatever the readers of files make of one that is none of theirs
+    except Exception as error:  # each reader has its own errors for a file of another kind
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path} cannot be read as saved tensors (.pt, .safetensors): {said}") from error
     names = ("query", "key", "value")
     if not isinstance(saved, dict) or not all(isinstance(saved.get(name), Tensor) for name in names):
-        raise InputError(f"{path} must hold tensors named query, key and value; got {', '.join(map(str, saved))}.")
+        raise InputError(f"{path} must contain tensors named query, key and value; got {', '.join(map(str, saved))}.")
     query, key, value = (saved[name] for name in names)
     if query.dim() != 4 or not query.shape == key.shape == value.shape:
         shapes = ", ".join(str(tuple(saved[name].shape)) for name in names)
@@ -69,15 +69,15 @@ def call(method: str, setting: Setting, length: int, qkv: tuple[Tensor, Tensor, 
     query, key, value = qkv
     if method == BASELINE:
         return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=setting.is_causal)
-    config = resolve(method).for_length(length)
-    key = query if config.shares_query_and_key else key
-    module = _built(config, setting)
-    hidden = _hidden(config, setting, length)
+    mechanism = resolve(method).for_length(length)
+    key = query if mechanism.shares_query_and_key else key
+    module = _build(mechanism, setting)
+    hidden = _hidden(mechanism, setting, length)
     return lambda: module(query, key, value, is_causal=setting.is_causal, hidden=hidden)
 
 
 def runner(method: str, setting: Setting, length: int, kind: Pass, qkv: tuple[Tensor, Tensor, Tensor]) -> Callable[[], object]:
-    """What a timing repeats."""
+    """The call that a timing repeats."""
     if kind == "forward":
         return _without_gradients(call(method, setting, length, qkv))
     if kind == "decode":
@@ -89,7 +89,7 @@ def runner(method: str, setting: Setting, length: int, kind: Pass, qkv: tuple[Te
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
-    """Of one call; short ones are repeated, and their mean is taken."""
+    """The time of one call; short calls are repeated, and the mean is taken."""
     repeats = 1
     while True:
         start = time.perf_counter()
@@ -97,13 +97,13 @@ def seconds(run: Callable[[], object], device: str) -> float:
             run()
         _wait(device)
         taken = time.perf_counter() - start
-        if taken >= LEAST:
+        if taken >= MIN_SECONDS:
             return taken / repeats
-        repeats = max(2 * repeats, math.ceil(repeats * 1.2 * LEAST / max(taken, 1e-6)))
+        repeats = max(2 * repeats, math.ceil(repeats * 1.2 * MIN_SECONDS / max(taken, 1e-6)))
 
 
 def peak_bytes(run: Callable[[], Any], device: str) -> tuple[int, Any]:
-    """What a call allocates at its peak, its output included, as PyTorch's allocator reports it; and what it returned."""
+    """The peak memory that a call allocates, output included, as PyTorch's allocator reports it; and its result."""
     if device != "cpu":
         module: Any = getattr(torch, torch.device(device).type)
         module.synchronize()
@@ -129,56 +129,56 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 @torch.no_grad()
 def saved_error(method: str, setting: Setting, length: int, saved: tuple[Tensor, Tensor, Tensor]) -> float | None:
-    """The error on the first tokens of `saved`; None where there are fewer than `length` of them."""
+    """The error on the first `length` tokens of `saved`; None if there are fewer."""
     batch, heads, tokens, channels = saved[0].shape
     if tokens < length:
         return None
     dtype = getattr(torch, setting.dtype)
     query, key, value = (x[:, :, :length].to(setting.device, dtype) for x in saved)
-    theirs = replace(setting, batch=batch, heads=heads, head_dim=channels)
-    found, exact = (call(m, theirs, length, (query, key, value))() for m in (method, BASELINE))
+    model_setting = replace(setting, batch=batch, heads=heads, head_dim=channels)
+    found, exact = (call(m, model_setting, length, (query, key, value))() for m in (method, BASELINE))
     return error(found, exact)
 
 
 @torch.no_grad()
 def require_agreement(method: str, setting: Setting) -> None:
-    """Refuse to measure a method whose error, against its reference in float64, is above twice the reference's own."""
+    """Raise an error if a method is further from its reference in float64 than twice the reference in its own precision."""
     if method == BASELINE:
         return
-    config = resolve(method).for_length(CHECKED)
+    mechanism = resolve(method).for_length(CHECKED_LENGTH)
     small = Setting(heads=2, head_dim=setting.head_dim, dtype=setting.dtype, is_causal=setting.is_causal, device=setting.device)
-    query, key, value = inputs(small, CHECKED)
-    key = query if config.shares_query_and_key else key
-    module, hidden = _built(config, small), _hidden(config, small, CHECKED)
+    query, key, value = inputs(small, CHECKED_LENGTH)
+    key = query if mechanism.shares_query_and_key else key
+    module, hidden = _build(mechanism, small), _hidden(mechanism, small, CHECKED_LENGTH)
     weights = {name: t.detach() for name, t in module.state_dict(keep_vars=True).items()}
     options: dict[str, Any] = {"weights": weights, "is_causal": setting.is_causal}
 
     def plain(change: Callable[[Tensor], Tensor]) -> Tensor:
         tokens = None if hidden is None else change(hidden)
-        return reference.attention(config, change(query), change(key), change(value), hidden=tokens, **options).double()
+        return reference.attention(mechanism, change(query), change(key), change(value), hidden=tokens, **options).double()
 
     exact = plain(Tensor.double)
     found = module(query, key, value, is_causal=setting.is_causal, hidden=hidden).double()
     off, allowed = (found - exact).norm(), 2 * (plain(lambda x: x) - exact).norm()
     if off > allowed:
         raise DisagreementError(
-            f"{method} is off its reference by {off / exact.norm():.1e}, where {allowed / exact.norm():.1e} is rounding; "
-            "it is not timed."
+            f"{method} differs from its reference by {off / exact.norm():.1e}, and rounding explains only "
+            f"{allowed / exact.norm():.1e}; it is not timed."
         )
 
 
 def _decoder(method: str, setting: Setting, length: int, qkv: tuple[Tensor, Tensor, Tensor]) -> Callable[[], object]:
-    """One token after `length` others; the state goes on, so that a cache that grows does so in place."""
-    config = resolve(method).for_length(length)
-    module = _built(config, setting)
+    """Decode one token after `length` others; each call continues the state of the one before, which may grow in place."""
+    mechanism = resolve(method).for_length(length)
+    module = _build(mechanism, setting)
     query, key, value = qkv
-    key = query if config.shares_query_and_key else key
+    key = query if mechanism.shares_query_and_key else key
     given: dict[str, Any] = {"is_causal": True, "return_state": True}
     with torch.no_grad():
-        _, state = module(query, key, value, hidden=_hidden(config, setting, length), **given)
+        _, state = module(query, key, value, hidden=_hidden(mechanism, setting, length), **given)
     query, key, value = (x[:, :, :1].clone() for x in qkv)
-    key = query if config.shares_query_and_key else key
-    hidden = _hidden(config, setting, 1)
+    key = query if mechanism.shares_query_and_key else key
+    hidden = _hidden(mechanism, setting, 1)
 
     def step() -> None:
         nonlocal state
@@ -187,26 +187,26 @@ def _decoder(method: str, setting: Setting, length: int, qkv: tuple[Tensor, Tens
     return step
 
 
-def _built(config: Mechanism, setting: Setting) -> Any:
+def _build(mechanism: Mechanism, setting: Setting) -> Any:
     torch.manual_seed(0)
     width = setting.heads * setting.head_dim
-    module = config.build(heads=setting.heads, head_dim=setting.head_dim, dim=width).eval()
+    module = mechanism.build(heads=setting.heads, head_dim=setting.head_dim, dim=width).eval()
     return module.to(setting.device, getattr(torch, setting.dtype))
 
 
-def _hidden(config: Mechanism, setting: Setting, length: int) -> Tensor | None:
-    if not config.reads_tokens:
+def _hidden(mechanism: Mechanism, setting: Setting, length: int) -> Tensor | None:
+    if not mechanism.reads_tokens:
         return None
     width = setting.heads * setting.head_dim
     return torch.zeros(setting.batch, length, width, device=setting.device, dtype=getattr(torch, setting.dtype))
 
 
 def _without_gradients(run: Callable[[], object]) -> Callable[[], object]:
-    def quiet() -> object:
+    def wrapped() -> object:
         with torch.no_grad():
             return run()
 
-    return quiet
+    return wrapped
 
 
 def _wait(device: str) -> None:

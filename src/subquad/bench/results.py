@@ -1,7 +1,7 @@
-"""What a comparison has measured so far, as one JSON file that is always whole.
+"""The results of a comparison, finished or not: one JSON file that is written atomically.
 
-A *cell* is one quantity of one method at one length. Times come in rounds: each is the method's time, and that of the baseline
-(`sdpa`) in the same round, so that their ratio does not hold what disturbed the machine.
+A *cell* is one quantity of one method at one length. Times come in rounds: each is the method's time and that of the baseline
+(`sdpa`) in the same round, so that what slows down the machine for a while cancels in their ratio.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all cells."""
+    """What all cells have in common."""
 
     heads: int = 8
     head_dim: int = 64
@@ -39,8 +39,8 @@ class Timing:
     """Seconds of one pass of one method at one length.
 
     Args:
-        rounds: (seconds, seconds of the baseline in that round or None where it was not run).
-        predicted: seconds by the growth over shorter lengths, where it was not run.
+        rounds: (seconds, seconds of the baseline in that round, or None if it was not run).
+        predicted: seconds extrapolated from shorter lengths, if it was not run.
         why: why it was predicted, refused or failed.
     """
 
@@ -55,7 +55,7 @@ class Timing:
 
 @dataclass
 class Facts:
-    """What is measured once: peak bytes beyond the inputs, and relative errors against exact softmax, by kind of input."""
+    """What is measured once: peak bytes beyond the inputs, and relative errors against exact softmax by kind of input."""
 
     method: str
     length: int
@@ -76,10 +76,10 @@ class Results:
     lengths: list[int] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
     facts: list[Facts] = field(default_factory=list)
-    refusals: dict[str, str] = field(default_factory=dict)  # methods that cannot do what is asked, and why
+    refusals: dict[str, str] = field(default_factory=dict)  # methods that cannot be compared, and why
     seconds: float = 0.0  # spent so far
     finished: bool = False
-    inputs: str = ""  # the saved inputs of a model, on which errors were measured too: name and fingerprint of the file
+    inputs: str = ""  # the file with a model's inputs on which errors were measured: name and fingerprint
 
     def timing(self, method: str, length: int, kind: Pass) -> Timing | None:
         return next((t for t in self.timings if (t.method, t.length, t.kind) == (method, length, kind)), None)
@@ -92,7 +92,7 @@ class Results:
 
 
 def save(results: Results, path: Path) -> None:
-    """Wholly, or not at all."""
+    """Write the results file atomically."""
     write_results(path, SCHEMA, VERSION, _plain(results))
 
 
@@ -102,7 +102,7 @@ def _plain(results: Results) -> dict[str, Any]:
 
 
 def load(path: Path) -> Results:
-    """What `save` wrote."""
+    """Read a results file."""
     fields = read_results(path, SCHEMA, VERSION)
     try:
         fields["setting"] = Setting(**fields["setting"])
@@ -110,4 +110,4 @@ def load(path: Path) -> Results:
         fields["facts"] = [Facts(**f) for f in fields["facts"]]
         return Results(**fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise ResultsError(f"{path} lacks what results of this version have ({error}). Compare anew with --fresh.") from error
+        raise ResultsError(f"{path} is not a valid results file of this version ({error}). Start over with --fresh.") from error

@@ -8,21 +8,21 @@ from rich.table import Table
 from subquad.bench import analysis
 from subquad.bench.results import BASELINE, Pass, Results
 
-_NAMES: dict[Pass, str] = {"forward": "a forward pass", "training": "forward and backward", "decode": "one token more"}
-_OTHERS = 48  # columns of the terminal beside those of the lengths, 8 each
+_NAMES: dict[Pass, str] = {"forward": "forward pass", "training": "forward and backward", "decode": "decoding one token"}
+_OTHER_COLUMNS = 48  # characters of the other columns; each length takes 8
 
 
 def table(results: Results, kind: Pass, width: int) -> Table:
-    """How many times faster than SDPA each method is, at as many lengths as fit into `width` columns."""
-    title = f"Times faster than SDPA, {_NAMES[kind]} (~: predicted, ?: not certain)"
+    """The speedup of each method over SDPA, at as many lengths as fit into `width` characters."""
+    title = f"Speedup over SDPA, {_NAMES[kind]} (~: predicted, ?: uncertain)"
     shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
     shown.add_column("method", style="bold", no_wrap=True)
     known = [n for n in results.lengths if any(t.length == n and analysis.seconds(t) for t in results.of(kind))]
-    step = -(-len(known) // max(1, (width - _OTHERS) // 8))
+    step = -(-len(known) // max(1, (width - _OTHER_COLUMNS) // 8))
     lengths = known[::-1][::step][::-1]
     for length in lengths:
         shown.add_column(f"{length:,}", justify="right", no_wrap=True)
-    for heading in ("95% there", "pays from", "error"):
+    for heading in ("95% CI", "faster from", "error"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for method in results.methods:
         ratios = {n: analysis.ratio(results, method, n, kind) for n in lengths}

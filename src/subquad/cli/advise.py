@@ -1,4 +1,4 @@
-"""`subquad advise`: what to use for a workload, by measurement."""
+"""`subquad advise`: mechanisms for a workload, from measurements."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from subquad.errors import SubquadError
 
 def advise(
     length: Annotated[int, typer.Option(help="Tokens.", min=1)],
-    causal: Annotated[bool, typer.Option("--causal", help="It must be causal.")] = False,
-    cross: Annotated[bool, typer.Option("--cross", help="It must attend to another sequence.")] = False,
-    decode: Annotated[bool, typer.Option("--decode", help="It must decode token by token; ranked by the time of one.")] = False,
-    training: Annotated[bool, typer.Option("--training", help="Rank by forward and backward together.")] = False,
-    padding: Annotated[bool, typer.Option("--padding", help="It must take a key_padding_mask.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
+    cross: Annotated[bool, typer.Option("--cross", help="Cross-attention.")] = False,
+    decode: Annotated[bool, typer.Option("--decode", help="Decode token by token; rank by the time of one token.")] = False,
+    training: Annotated[bool, typer.Option("--training", help="Rank by the time of forward and backward together.")] = False,
+    padding: Annotated[bool, typer.Option("--padding", help="Sequences with padding, that is a key_padding_mask.")] = False,
     exact_window: Annotated[
-        int | None, typer.Option(help="Pairs at most so far apart must be weighed as softmax weighs them.", min=1)
+        int | None, typer.Option(help="Pairs of tokens at most this far apart must have softmax weights.", min=1)
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="Folder of a comparison; by default subquad-compare, or a quick one now if that does not fit."),
+        typer.Option(help="Folder of a comparison; by default subquad-compare, or a quick comparison if that does not fit."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
 ) -> None:
-    """What to use for a workload, with the measured reasons."""
+    """Recommend mechanisms for a workload, with the measurements behind it."""
     from subquad.bench import advise as ask
-    from subquad.bench.advise import stored
+    from subquad.bench.advise import load_stored
 
     usual = Path("subquad-compare")
     needs: dict[str, Any] = {"is_causal": causal or decode, "cross": cross, "decode": decode, "training": training}
     needs |= {"key_padding_mask": padding, "exact_window": exact_window}
     try:
         path = results if results is not None else usual if (usual / "results.json").exists() else None
-        given = None if path is None else stored(path)
+        given = None if path is None else load_stored(path)
         found = ask(length, results=given, **needs)
     except SubquadError as error:
         if results is not None or path is None:
             raise
-        Console(stderr=True).print(f"[dim]{escape(str(usual))} does not fit ({escape(str(error))}); a quick one is run.[/dim]")
+        Console(stderr=True).print(
+            f"[dim]{escape(str(usual))} does not fit ({escape(str(error))}); running a quick comparison.[/dim]"
+        )
         found, given = ask(length, **needs), None
     if as_json:
         records = [{**vars(a), "method": a.method.info.name, "options": vars(a.method)} for a in found]
@@ -59,12 +61,12 @@ def advise(
 
 
 def _where(results: Any, path: Path | None) -> str:
-    """What an advice rests on."""
+    """Where the measurements come from."""
     from subquad.runs.machine import describe_machine
 
     if results is None:
         return "just now, on this machine."
     here = describe_machine(results.setting.device)
-    place = "this machine" if results.machine.get("processor") == here.get("processor") else "another machine than this"
+    place = "this machine" if results.machine.get("processor") == here.get("processor") else "another machine"
     shape = f"{results.setting.heads} heads of {results.setting.head_dim} channels, {results.setting.dtype}"
     return f"in {path}, on {place}: {results.machine.get('processor')}, {results.setting.threads} threads, {shape}."

@@ -1,4 +1,4 @@
-"""`subquad compare`: measures every mechanism by length, prints the table and writes the page."""
+"""`subquad compare`: measures every mechanism by length, prints tables and writes the page."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ from subquad.report import save_charts, write_page
 
 def compare(
     methods: Annotated[str, typer.Option(help="Names, separated by commas; by default all but softmax and svd.")] = "",
-    lengths: Annotated[str, typer.Option(help="First:last, doubling, or a list such as 512,1000,4096.")] = "256:65536",
+    lengths: Annotated[
+        str, typer.Option(help="first:last, doubling each time, or a list such as 512,1000,4096.")
+    ] = "256:65536",
     heads: Annotated[int, typer.Option(help="Heads.", min=1)] = 8,
-    head_dim: Annotated[int, typer.Option(help="Channels a head.", min=1)] = 64,
-    batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
+    head_dim: Annotated[int, typer.Option(help="Channels per head.", min=1)] = 64,
+    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    causal: Annotated[bool, typer.Option("--causal", help="Compare the causal forms.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Compare causal attention.")] = False,
     backward: Annotated[bool, typer.Option(help="Also time forward and backward together.")] = True,
-    decode: Annotated[bool, typer.Option(help="Also time one token after so many others, where there is a state.")] = True,
-    threads: Annotated[int | None, typer.Option(help="Threads; by default as many as PyTorch takes.", min=1)] = None,
-    device: Annotated[str, typer.Option(help="Where to run, such as cpu or cuda.")] = "cpu",
+    decode: Annotated[bool, typer.Option(help="Also time decoding one token after that many others.")] = True,
+    threads: Annotated[int | None, typer.Option(help="Threads; by default PyTorch's number.", min=1)] = None,
+    device: Annotated[str, typer.Option(help="Device, such as cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(parser=folder_named, help="Folder for results.json and report.html.")] = Path(
         "subquad-compare"
     ),
-    budget: Annotated[float, typer.Option(help="Minutes that the measurements may take.")] = 3.0,
+    budget: Annotated[float, typer.Option(help="Minutes for the measurements.")] = 3.0,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; without it, results in the folder are gone on from.")
+        bool, typer.Option("--fresh", help="Start over. Without it, a comparison in the folder is resumed.")
     ] = False,
     qkv: Annotated[
-        Path | None, typer.Option(help="Tensors query, key and value of a model (.pt, .safetensors), to measure errors on too.")
+        Path | None,
+        typer.Option(help="File with a model's query, key and value (.pt, .safetensors) to measure errors on."),
     ] = None,
     png: Annotated[bool, typer.Option("--png", help="Also write the plots as PNG and SVG files.")] = False,
 ) -> None:
-    """Time, memory and fidelity of each mechanism by length, on this machine, and the length from which it pays."""
+    """Measure the time, memory and error of each mechanism by length, and from which length on it is faster than SDPA."""
     import torch
 
     from subquad.bench import Plan, Setting, load
@@ -58,7 +61,7 @@ def compare(
             results, stopped = load(out / FILE), True
     _report(results, out, png)
     if stopped:
-        Console(stderr=True).print("Stopped. What was measured is kept; the same command goes on from it.")
+        Console(stderr=True).print("Stopped. All measurements are kept; the same command resumes the comparison.")
         raise typer.Exit(130)
 
 
@@ -75,9 +78,9 @@ def _lengths(text: str) -> list[int]:
     except ValueError:
         found = []
     if ":" in text and not found and all(part.strip().isdigit() for part in text.split(":")):
-        raise InputError(f"--lengths first:last goes upwards from 1 on; got {text!r}.")
+        raise InputError(f"--lengths first:last must have 1 <= first <= last; got {text!r}.")
     if not found:
-        raise InputError(f"--lengths is first:last, which doubles, or a list such as 512,1000,4096; got {text!r}.")
+        raise InputError(f"--lengths must be first:last, doubling each time, or a list such as 512,1000,4096; got {text!r}.")
     return found
 
 

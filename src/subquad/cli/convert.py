@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from subquad import InputError, OptionError
-from subquad.cli.terminal import Bar, configured, folder_named, print_table
+from subquad.cli.terminal import Bar, folder_named, print_table, with_values
 from subquad.errors import load_extra
 
 _WORST = 10  # heads that are printed
@@ -76,7 +76,7 @@ def convert(
     if report:
         load_extra("report", "a page", "jinja2", "altair", "vl_convert")
     plan = Plan(
-        model=model, method=configured(method, option or []), gguf=gguf, layers=_layers(layers),
+        model=model, method=with_values(method, option or []), gguf=gguf, layers=_layers(layers),
         keep_softmax=_numbers("--keep-softmax", keep_softmax), cross=cross, beyond_context=beyond_context,
         text=tuple(text or ()), length=length, batch=batch, tokens=tokens,
         repair=tuple(stage.strip() for stage in repair.split(",") if stage.strip()), keep=keep, transfer_steps=transfer_steps,

@@ -1,4 +1,4 @@
-"""`subquad list`: what mechanisms there are, and what each can do."""
+"""`subquad list`: the mechanisms, and what each supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from subquad.families.base import Info
 from subquad.registry import info as info_of
 from subquad.registry import methods, resolve
 
-# Column heading, short enough for 80 columns, and the need (see subquad.mechanisms.NEEDS) that it shows.
+# Column heading, short enough for a terminal of 80 columns, and the need (see subquad.families.base.NEEDS) that it shows.
 _CAPABILITIES = {
     "causal": "is_causal",
     "bidir": "bidirectional",
@@ -30,18 +30,18 @@ _CAPABILITIES = {
 }
 _LEGEND = (
     "bidir: bidirectional; pads: key_padding_mask; mask: attn_mask; drop: dropout_p; gqa: fewer key-value heads; "
-    "decode: a state for token-by-token use; call: works as a plain function, without a module; "
-    "opt: with other options than the defaults, subquad.why_not says which"
+    "decode: a state to decode token by token; call: works as a plain function, without a module; "
+    "opt: only with other options than the defaults, subquad.why_not gives the reason"
 )
 
 
 def list_methods(
-    causal: Annotated[bool, typer.Option("--causal", help="Only those with a causal form.")] = False,
-    cross: Annotated[bool, typer.Option("--cross", help="Only those that attend to another sequence.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Only those that can be causal.")] = False,
+    cross: Annotated[bool, typer.Option("--cross", help="Only those that support cross-attention.")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="Only those with a decode state.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
 ) -> None:
-    """What mechanisms there are, and what each can do."""
+    """List the mechanisms, and what each supports."""
     infos = [info_of(name) for name in methods(is_causal=causal, cross=cross, decode=decode)]
     if as_json:
         typer.echo(json.dumps([_record(info) for info in infos], indent=2))

@@ -1,4 +1,4 @@
-"""`subquad show`: a picture of who attends to whom."""
+"""`subquad show`: a picture of which tokens attend to which."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from subquad.cli.terminal import configured
+from subquad.cli.terminal import with_values
 from subquad.report import attention_map, render, save
 
 
 def show(
     method: Annotated[str, typer.Argument(help="A name from 'subquad list'.")],
-    length: Annotated[int | None, typer.Option(help="Tokens, at most 4096; by default 64 to 1024, by the method.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="An option of the method, as features=128; may be repeated.")] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="The causal form.")] = False,
-    heads: Annotated[int, typer.Option(help="Heads; those that attend alike are drawn once.")] = 4,
-    head_dim: Annotated[int, typer.Option(help="Channels a head.")] = 64,
-    seed: Annotated[int, typer.Option(help="What the input is drawn from.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write a picture: a file that ends in .png or .svg.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and no picture.")] = False,
+    length: Annotated[int | None, typer.Option(help="Tokens, at most 4096; by default 64 to 1024.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="An option of the method: features=128; may be repeated.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
+    heads: Annotated[int, typer.Option(help="Heads; those with equal attention are drawn once.")] = 4,
+    head_dim: Annotated[int, typer.Option(help="Channels per head.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the random input.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the picture to this file, .png or .svg.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of the picture.")] = False,
 ) -> None:
-    """Who attends to whom: the pairs a mechanism chooses, or its effective weights beside exact softmax's."""
-    config = configured(method, option or [])
-    shown = attention_map(config, length=length, heads=heads, head_dim=head_dim, is_causal=True if causal else None, seed=seed)
+    """Show which tokens attend to which: the pairs that a mechanism selects, or its weights beside those of exact softmax."""
+    mechanism = with_values(method, option or [])
+    shown = attention_map(
+        mechanism, length=length, heads=heads, head_dim=head_dim, is_causal=True if causal else None, seed=seed
+    )
     if out is not None:
         save(shown, out)
     if as_json:

@@ -1,4 +1,4 @@
-"""What several commands share: a progress bar, tables, and options of a method on the command line."""
+"""What several commands share: the progress bar, tables, and options written as name=value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from subquad.registry import resolve
 from subquad.runs.progress import Progress
 
 LINE_EVERY = 60.0  # seconds
-_WIDEST = 1_000  # columns of a table
+_MAX_WIDTH = 1_000  # characters of a table
 
 
 class Bar:
@@ -69,7 +69,7 @@ def duration(seconds: float) -> str:
 
 
 def print_table(console: Console, table: Any) -> None:
-    """A table of a report (`subquad.report.tables.Table`): words at the left, then numbers."""
+    """Print a table of a report (`subquad.report.tables.Table`): the first column is text, the others are numbers."""
     found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column, heading in enumerate(table.headings):
         found.add_column("\n".join(heading.split()), justify="right" if column else "left", no_wrap=True)
@@ -79,39 +79,39 @@ def print_table(console: Console, table: Any) -> None:
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """In a window that is too narrow its lines run on: a figure that is cut is none."""
-    needed = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
+    """Print a table in full: if the window is too narrow, lines wrap rather than lose digits."""
+    needed = Measurement.get(console, console.options.update(max_width=_MAX_WIDTH), table).maximum
     width, console.width = console.width, max(console.width, needed)
     console.print(table)
     console.width = width
 
 
 def folder_named(text: str) -> Path:
-    """For --out."""
+    """The parser of --out."""
     if not text:
-        raise BadParameter("a folder has a name; got an empty one. Leave it out, or write . for this folder.")
+        raise BadParameter("a folder must have a name; got an empty one. Leave the option out, or pass . for this folder.")
     return Path(text)
 
 
-def configured(method: str, options: Sequence[str], example: str = "--option features=128") -> Mechanism:
-    """The method with options that were written as name=value."""
+def with_values(method: str, options: Sequence[str], example: str = "--option features=128") -> Mechanism:
+    """The mechanism of that name, with options written as name=value."""
     named = {name: _value(text) for name, text in named_values(options, example).items()}
     return type(resolve(method))(**named)
 
 
 def named_values(options: Sequence[str], example: str) -> dict[str, str]:
-    """What name=value says, by name."""
+    """The values of options written as name=value, by name."""
     named: dict[str, str] = {}
     for option in options:
         name, equals, text = option.partition("=")
         if not equals or name in named:
-            raise OptionError(f"an option is name=value, each name once; got {option!r}. Write it as {example}.")
+            raise OptionError(f"an option must be name=value, each name once; got {option!r}. Write it as {example}.")
         named[name] = text
     return named
 
 
 def _value(text: str) -> Any:
-    """Numbers, True, False, None and tuples such as 1,2,4 as Python reads them; anything else is a word."""
+    """A number, True, False, None or a tuple such as 1,2,4, if Python reads it as one; otherwise the text itself."""
     try:
         value = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
     except (SyntaxError, TypeError, ValueError):

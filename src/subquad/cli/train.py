@@ -1,4 +1,4 @@
-"""`subquad train`: reads options, trains, prints the table and writes the page."""
+"""`subquad train`: trains methods on a task, prints the table and writes the page."""
 
 from __future__ import annotations
 
@@ -14,58 +14,59 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from subquad.cli.terminal import Bar, configured, folder_named, named_values, print_table, print_whole
+from subquad.cli.terminal import Bar, folder_named, named_values, print_table, print_whole, with_values
 from subquad.errors import InputError, MissingExtraError
 from subquad.families.base import Mechanism
 from subquad.registry import resolve
 
-_WORDS = 35  # columns for what a task is, of the 80 that a window has
+_IDEA_WIDTH = 35  # characters, so that the table fits into 80
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def train(
-    task: Annotated[str, typer.Argument(help="A task; without one, they are listed.")] = "",
+    task: Annotated[str, typer.Argument(help="A task; without one, all tasks are listed.")] = "",
     method: Annotated[str, typer.Option(help="Names, separated by commas, or all.")] = "",
-    length: Annotated[int | None, typer.Option(help="Tokens of a sequence, at most.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks.")] = None,
-    dim: Annotated[int | None, typer.Option(help="Width of a token.")] = None,
+    length: Annotated[int | None, typer.Option(help="Maximum length of a sequence.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Transformer blocks.")] = None,
+    dim: Annotated[int | None, typer.Option(help="Width of the model.")] = None,
     heads: Annotated[int | None, typer.Option(help="Heads.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step, of all processes together.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Highest learning rate, of AdamW.")] = None,
-    steps: Annotated[int | None, typer.Option(help="How many steps.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="How many passes over the data, instead of --steps.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per step, in all processes together.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate of AdamW.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data, instead of --steps.")] = None,
     warmup: Annotated[
-        float | None, typer.Option(help="Share of the steps in which the rate rises; then it falls as a cosine.")
+        float | None, typer.Option(help="Fraction of the steps in which the rate rises; then it follows a cosine.")
     ] = None,
     dropout: Annotated[float | None, typer.Option(help="Dropout.")] = None,
     label_smoothing: Annotated[float | None, typer.Option(help="Label smoothing.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay.")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same bits, on the same machine and threads.")
+        int | None, typer.Option(help="The same seed gives the same bits on the same machine with as many threads.")
     ] = None,
-    option: Annotated[list[str] | None, typer.Option(help="An option of the task, as tokens=pixels; may be repeated.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="An option of the task: tokens=pixels; may be repeated.")] = None,
     method_option: Annotated[
-        list[str] | None, typer.Option(help="An option of a method, as performer.features=128; may be repeated.")
+        list[str] | None, typer.Option(help="An option of a method: performer.features=128; may be repeated.")
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, or bf16 for mixed precision.")] = "fp32",
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass: less memory.")
+        bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass to save memory.")
     ] = False,
-    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; by default a fifth of all.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; by default a fifth of all steps.")] = None,
     eval_rows: Annotated[
-        int | None, typer.Option(help="Validation rows of an evaluation; by default few enough for a twentieth of the time.")
+        int | None,
+        typer.Option(help="Validation rows per evaluation; by default so many that it takes a twentieth of the time."),
     ] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; by default a tenth of all.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads; by default as many as PyTorch takes.", min=1)] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; by default a tenth of all steps.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads; by default PyTorch's number.", min=1)] = None,
     data: Annotated[str | None, typer.Option(help="Folder with local copies of data; by default SUBQUAD_DATA.")] = None,
     out: Annotated[
         Path | None, typer.Option(parser=folder_named, help="Folder of the run; by default subquad-train/TASK.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is unfinished in the folder.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over, and remove the run in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue what is unfinished in the folder.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the run in the folder, and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Train any number of methods on a task: the same model, the same data, one table."""
+    """Train any number of methods on a task, with the same model and data, and print one table."""
     from subquad.training import TrainingProgress
     from subquad.training import train as run
     from subquad.training.plan import find_task
@@ -100,7 +101,7 @@ def train(
             )  # fmt: skip
         except KeyboardInterrupt:
             Console(stderr=True, quiet=not is_first).print(
-                f"Stopped. The run is kept in {escape(str(folder))}; the same command with --resume goes on from it.",
+                f"Stopped. The run is kept in {escape(str(folder))}; the same command with --resume continues it.",
                 soft_wrap=True,
             )
             raise typer.Exit(130) from None
@@ -116,7 +117,7 @@ def train(
 
 
 def _is_refused_late(record: Any) -> bool:
-    """By its own building or first step, rather than as one that `all` leaves out."""
+    """When its model was built or made its first step; methods that `all` leaves out are refused before."""
     return record.status == "refused" and record.steps is not None
 
 
@@ -125,20 +126,20 @@ def _methods(text: str, options: Sequence[str]) -> list[str | Mechanism]:
     if not options:
         return list(names)
     if names == ["all"]:
-        raise InputError("options of a method go with methods by name; got --method all and --method-option.")
+        raise InputError("--method-option needs methods by name; got --method all. Name the methods.")
     found: dict[str, str | Mechanism] = {name: resolve(name).info.name for name in names}
     by_method: dict[str, list[str]] = {}
     for option in options:
         name, dot, rest = option.partition(".")
-        if len(names) == 1 and "." not in option.partition("=")[0]:  # a dot in the value is none behind a name
+        if len(names) == 1 and "." not in option.partition("=")[0]:  # the value may have a dot, too
             name, dot, rest = names[0], ".", option
         if not dot or name not in found:
             raise InputError(
-                f"an option of a method is method.name=value, of one that is trained ({', '.join(names)}); got {option!r}."
+                f"--method-option must be method.name=value, for one of the methods ({', '.join(names)}); got {option!r}."
             )
         by_method.setdefault(name, []).append(rest)
     for name, given in by_method.items():
-        found[name] = configured(name, given, f"--method-option {name}.name=value")
+        found[name] = with_values(name, given, f"--method-option {name}.name=value")
     return list(found.values())
 
 
@@ -147,7 +148,7 @@ def _list_tasks() -> None:
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("task", style="bold", no_wrap=True)
-    table.add_column("what", max_width=_WORDS)
+    table.add_column("what", max_width=_IDEA_WIDTH)
     for heading in ("kind", "metric"):
         table.add_column(heading, no_wrap=True)
     for task in TASKS.values():
@@ -158,7 +159,7 @@ def _list_tasks() -> None:
 
 
 def _written(results: Any, folder: Path) -> list[Path]:
-    """The files of a run; the page is made now, unless what it needs is not installed."""
+    """The files of a run, with its page unless the packages for that are not installed."""
     from subquad.report.training import write_training_page
 
     files = [folder / "results.json"]
