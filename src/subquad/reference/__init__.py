@@ -64,7 +64,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 def covers(mechanism: Any) -> bool:
     """Whether `attention` can compute it: the mechanism brings a reference, or has one here."""
-    return type(mechanism).reference is not None or mechanism.info.name in _MECHANISMS
+    return type(mechanism).reference is not None or mechanism.info.name in FUNCTIONS
 
 
 def attention(
