@@ -1,4 +1,4 @@
-"""Compiles the kernels in csrc for each kind of processor. What does not compile is left out: PyTorch does the same work."""
+"""Compile the kernels in csrc/ for each kind of processor. What does not compile is left out: subquad falls back to PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCES = Path(__file__).parent / "csrc"
 TARGET = Path(__file__).parent / "src/subquad/ops"
 ALWAYS = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi"]
-# Compiler flags, by torch's name for what a processor can do.
+# Compiler flags by CPU capability, as torch.backends.cpu.get_cpu_capability names it.
 KINDS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-DWIDTH=32"],
@@ -45,7 +45,9 @@ class CompileKernels(BuildHookInterface):
         target.unlink(missing_ok=True)  # a stale library must not outlive a failed build
         unfinished = target.with_suffix(".part")
         sources = sorted(path for ending in ("*.cpp", "*.h") for path in SOURCES.rglob(ending))
-        fingerprint = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()  # checked by ops.native
+        fingerprint = hashlib.sha256(
+            b"".join(path.read_bytes() for path in sources)
+        ).hexdigest()  # native_library.py checks it
         files = [str(path) for path in sources if path.suffix == ".cpp"]
         defines = [f'-DSOURCES="{fingerprint}"', f"-I{SOURCES}"]
         command = [*compiler.split(), *ALWAYS, *flags, *defines, *files, "-o", str(unfinished)]

@@ -19,15 +19,20 @@ BAD_CALLS = {
     "not a tensor": ([[1.0], *qkv()[1:]], {}, sq.InputError, "query must be a tensor; got list"),
     "integers": ([t.long() for t in qkv()], {}, sq.InputError, r"query must be float16.*got torch.int64.*\.float\(\)"),
     "complex": ([t.to(torch.complex64) for t in qkv()], {}, sq.InputError, "query must be float16.*complex64"),
-    "two dtypes": ([qkv()[0].double(), *qkv()[1:]], {}, sq.InputError, "one dtype; got query torch.float64, key torch.float32"),
-    "two devices": ([qkv()[0].to("meta"), *qkv()[1:]], {}, sq.InputError, "one device; got query meta, key cpu"),
-    "two batch sizes": (qkv(q=(3, H, N, D)), {}, sq.InputError, r"one batch size; got query \(3, 4, 6, 8\)"),
+    "two dtypes": (
+        [qkv()[0].double(), *qkv()[1:]],
+        {},
+        sq.InputError,
+        "the same dtype; got query torch.float64, key torch.float32",
+    ),
+    "two devices": ([qkv()[0].to("meta"), *qkv()[1:]], {}, sq.InputError, "the same device; got query meta, key cpu"),
+    "two batch sizes": (qkv(q=(3, H, N, D)), {}, sq.InputError, r"the same batch size; got query \(3, 4, 6, 8\)"),
     "key and value lengths": (qkv(v=(B, H, 5, D)), {}, sq.InputError, "key and value must have the same length"),
-    "key and value heads": (qkv(v=(B, 2, N, D)), {}, sq.InputError, "key and value must have the same heads"),
-    "query and key channels": (qkv(q=(B, H, N, 3)), {}, sq.InputError, "query and key must have the same channels"),
+    "key and value heads": (qkv(v=(B, 2, N, D)), {}, sq.InputError, "key and value must have the same number of heads"),
+    "query and key channels": (qkv(q=(B, H, N, 3)), {}, sq.InputError, "query and key must have the same number of channels"),
     "no channels": (qkv(q=(B, H, N, 0), k=(B, H, N, 0)), {}, sq.InputError, "at least one head and one channel"),
     "no heads": (qkv(k=(B, 0, N, D), v=(B, 0, N, D)), {"enable_gqa": True}, sq.InputError, "at least one head"),
-    "fewer heads, not enabled": (qkv(k=(B, 2, N, D), v=(B, 2, N, D)), {}, sq.InputError, "set enable_gqa=True"),
+    "fewer heads, not enabled": (qkv(k=(B, 2, N, D), v=(B, 2, N, D)), {}, sq.InputError, "got 4 and 2. Set enable_gqa=True"),
     "heads that do not divide": (
         qkv(k=(B, 3, N, D), v=(B, 3, N, D)),
         {"enable_gqa": True},
@@ -41,8 +46,8 @@ BAD_CALLS = {
         "got 3 queries and 6 keys. Pass the earlier keys",
     ),
     "causal with more queries": (qkv(q=(B, H, 9, D)), {"is_causal": True}, sq.InputError, "got 9 queries and 6 keys"),
-    "causal as a number": (qkv(), {"is_causal": 1}, sq.InputError, "is_causal is True or False; got 1"),
-    "gqa as a word": (qkv(), {"enable_gqa": "no"}, sq.InputError, "enable_gqa is True or False; got 'no'"),
+    "causal as a number": (qkv(), {"is_causal": 1}, sq.InputError, "is_causal must be True or False; got 1"),
+    "gqa as a word": (qkv(), {"enable_gqa": "no"}, sq.InputError, "enable_gqa must be True or False; got 'no'"),
     "sparse": ([qkv()[0].to_sparse(), *qkv()[1:]], {}, sq.InputError, "query must be a dense tensor"),
     "padding of ints": (
         qkv(),
@@ -95,8 +100,8 @@ BAD_CALLS = {
     "method of another type": (qkv(), {"method": 3}, sq.UnknownMethodError, "a name or a mechanism such as"),
     "a config class": (qkv(), {"method": sq.Linear}, sq.UnknownMethodError, "a name or a mechanism such as"),
     "learned method": (qkv(), {"method": "rfa"}, sq.UnsupportedError, r"learns sigma; use subquad\.Attention"),
-    "bidirectional state": (qkv(), {"return_state": True}, sq.InputError, "follows a causal sequence; got is_causal=False"),
-    "state of another type": (qkv(), {"state": 3, "is_causal": True}, sq.StateError, "what an earlier call returned.*got int"),
+    "bidirectional state": (qkv(), {"return_state": True}, sq.InputError, "needs causal attention; got is_causal=False"),
+    "state of another type": (qkv(), {"state": 3, "is_causal": True}, sq.StateError, "that an earlier call returned.*got int"),
 }
 
 
@@ -115,12 +120,12 @@ def state_of(method, batch=B, heads=H, dim=D, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (state_of("softmax"), r"made by Softmax\(\), and this is Linear\(\)"),
-        (state_of("linear", batch=3), r"it has 3, and here are 2. Select rows with state.reorder"),
-        (state_of("linear", heads=2), "kv_heads: 2 in the state, 4 here"),
-        (state_of("linear", dim=5), "head_dim: 5 in the state, 8 here; value_dim: 5 in the state, 8 here"),
-        (state_of("linear", dtype=torch.float64), "dtype: torch.float64 in the state, torch.float32 here"),
-        (state_of("linear").to("meta"), "it is on meta, and here is cpu. Move it with state.to"),
+        (state_of("softmax"), r"by the method that made it, Softmax\(\); got Linear\(\)"),
+        (state_of("linear", batch=3), r"its batch size, 3; got 2. Select rows with state.reorder"),
+        (state_of("linear", heads=2), "kv_heads 2 in the state, 4 in the call"),
+        (state_of("linear", dim=5), "head_dim 5 in the state, 8 in the call; value_dim 5 in the state, 8 in the call"),
+        (state_of("linear", dtype=torch.float64), "dtype torch.float64 in the state, torch.float32 in the call"),
+        (state_of("linear").to("meta"), "on its device, meta; got cpu. Move it with state.to"),
     ],
 )
 def test_state_of_another(state, message):
@@ -175,8 +180,11 @@ BAD_MODULES = {
         "precision of the layer, torch.float32; got torch.float64",
     ),
     "device of x": (lambda: sq.Attention(8, 2)(torch.ones(1, 3, 8, device="meta")), "device of the layer, cpu; got meta"),
-    "bias": (lambda: sq.Attention(8, 2, bias="no"), "bias is True or False; got 'no'"),
-    "rotary and another width": (lambda: sq.Attention(8, 2, rotary=1e4, source_dim=6), "source_dim must be dim; got 6 and 8"),
+    "bias": (lambda: sq.Attention(8, 2, bias="no"), "bias must be True or False; got 'no'"),
+    "rotary and another width": (
+        lambda: sq.Attention(8, 2, rotary=1e4, source_dim=6),
+        "source_dim must equal dim; got 6 and 8",
+    ),
     "width of source": (lambda: sq.Attention(8, 2)(torch.ones(1, 3, 8), torch.ones(1, 3, 7)), "source must be"),
     "no source of another width": (
         lambda: sq.Attention(8, 2, source_dim=5)(torch.ones(1, 3, 8)),
@@ -192,11 +200,11 @@ BAD_MODULES = {
     ),
     "tokens nobody reads": (
         lambda: sq.Linear().build(heads=H, head_dim=D)(*qkv(), hidden=torch.ones(B, N, 3)),
-        "does not read the tokens; leave hidden out",
+        "does not read the tokens; got a tensor. Leave hidden out",
     ),
     "tokens missing": (
         lambda: sq.RFA(gated=True).build(heads=H, head_dim=D, dim=3)(*qkv(), is_causal=True),
-        r"reads the tokens: pass hidden, \(batch, keys, 3\)",
+        r"reads the tokens, so it needs hidden; got None. Pass hidden, \(batch, keys, 3\)",
     ),
     "tokens of another length": (
         lambda: sq.RFA(gated=True).build(heads=H, head_dim=D, dim=3)(*qkv(), is_causal=True, hidden=torch.ones(B, 4, 3)),
@@ -231,6 +239,9 @@ def test_rotary_state_fits_only_rotary():
     with pytest.raises(sq.StateError, match=r"with rotary=10000\.0"):
         rotary(x, is_causal=True, state=state)
     _, state = rotary(x, is_causal=True, return_state=True)
-    for wrong, message in ((state.to("meta"), "on meta"), (state.reorder(torch.tensor([0, 0])), "it has 2, and here are 1")):
+    for wrong, message in (
+        (state.to("meta"), "on its device, meta"),
+        (state.reorder(torch.tensor([0, 0])), "its batch size, 2; got 1"),
+    ):
         with pytest.raises(sq.StateError, match=message):
             rotary(x, is_causal=True, state=wrong)

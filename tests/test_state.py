@@ -93,7 +93,7 @@ def test_another_scale_may_not_continue(method):
     x = torch.randn(1, 1, 3, 4)
     for first, second in ((0.1, 2.0), (None, 2.0), (2.0, None)):
         _, state = sq.attention(x, x, x, method, is_causal=True, scale=first, return_state=True)
-        with pytest.raises(sq.StateError, match="with the method that made it"):
+        with pytest.raises(sq.StateError, match="by the method that made it"):
             sq.attention(x, x, x, method, is_causal=True, scale=second, state=state)
 
 

@@ -336,7 +336,7 @@ struct TileGradients {
     void add_keys(const View& view, const Matrix<T>& scratch, const T* left, const Rows<T>& right, Index first, Index n) {
         const Rows<T> to = fetch(scratch, view, panel.z, panel.s, first, panel.m);
         product(to[0], to.stride, left, panel.scores.stride, Index(1), right[panel.low], right.stride, panel.m, n, to.columns, true);
-        keep(scratch, to, view, panel.z, panel.s, first, panel.m);
+        write_back(scratch, to, view, panel.z, panel.s, first, panel.m);
     }
 };
 

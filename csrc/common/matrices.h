@@ -1,4 +1,4 @@
-// Matrices in scratch memory, their products, and the pattern that all of the kernelized engine is made of.
+// Matrices in scratch memory, their products, and the one pattern that all passes of the kernelized kernel are made of.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace subquad {
 
-// Rows of whole vectors, somewhere in memory.
+// Rows of whole vectors, anywhere in memory.
 template <class T>
 struct Rows {
     T* data;
@@ -19,13 +19,13 @@ struct Rows {
     T* operator[](Index row) const { return data + row * stride; }
 };
 
-// Rows in scratch memory; rows and columns are padded to whole vectors, and all begins as 0.
+// Rows in scratch memory; rows and columns are padded to whole vectors, and all entries start at 0.
 template <class T>
 class Matrix : public Rows<T> {
    public:
     Index rows;
     Matrix(Index rows, Index columns) : Rows<T>{nullptr, columns, padded<T>(columns)}, rows(rows) {
-        if (this->stride * sizeof(T) % 256 == 0) this->stride += 64 / sizeof(T);  // rows in different sets of the cache
+        if (this->stride * sizeof(T) % 256 == 0) this->stride += 64 / sizeof(T);  // puts rows into different cache sets
         memory_.reset(static_cast<T*>(std::aligned_alloc(64, (bytes() + 63) / 64 * 64)));
         this->data = memory_.get();
         clear();
@@ -43,7 +43,7 @@ class Matrix : public Rows<T> {
 // c (R rows, V vectors) = or += a b; element (r, k) of a is a[r * row + k * step].
 template <class T, int R, int V>
 inline void block(T* c, Index c_row, const T* a, Index row, Index step, const T* b, Index b_row, Index inner, bool add) {
-    Vector<T> sum[R][V] = {};  // apart from c, which may be far larger
+    Vector<T> sum[R][V] = {};  // in registers; c may be far larger
 #pragma GCC unroll 4
     for (Index k = 0; k < inner; ++k) {
         Vector<T> right[V];
@@ -75,7 +75,7 @@ inline void panel(T* c, Index c_row, const T* a, Index row, Index step, const T*
     }
 }
 
-// c (rows x columns) = or += a (rows x inner) b (inner x columns), whole vectors of columns.
+// c (rows x columns) = or += a (rows x inner) b (inner x columns), in whole vectors of columns.
 template <class T>
 void product(T* c, Index c_row, const T* a, Index row, Index step, const T* b, Index b_row, Index rows, Index inner,
              Index columns, bool add) {
@@ -114,9 +114,9 @@ void add_rows(T* sum, const Rows<T>& x, Index n) {
 
 // ---- the pattern: left_i . sum_j right_j value_j^T ----
 
-constexpr Index ROWS = 12;  // of a chunk, whose pairs are computed together
+constexpr Index ROWS = 12;  // rows of a chunk whose pairs are computed together
 
-enum Order { EARLIER, LATER };  // which pairs of a chunk meet: j <= i, or j >= i
+enum Order { EARLIER, LATER };  // which pairs of a chunk count: j <= i, or j >= i
 
 // out (n x e) = left (n x d) sums (d x e)
 template <class T>
@@ -124,10 +124,10 @@ void read(const Rows<T>& out, const Rows<T>& left, const Rows<T>& sums, Index n)
     product(out[0], out.stride, left[0], left.stride, Index(1), sums[0], sums.stride, n, left.columns, sums.columns, false);
 }
 
-// out (n x e) += [the pairs of the chunk] left (n x d) right^T (d x n) value (n x e); the pairs stay in `pairs`
+// out (n x e) += pairs value, with pairs (n x n) = left (n x d) right^T (d x n), 0 where `order` excludes the pair
 template <class T>
-void meet(const Rows<T>& out, const Rows<T>& left, const Rows<T>& right_t, const Rows<T>& value, const Rows<T>& pairs, Index n,
-          Order order) {
+void add_pairs(const Rows<T>& out, const Rows<T>& left, const Rows<T>& right_t, const Rows<T>& value, const Rows<T>& pairs,
+               Index n, Order order) {
     for (Index i = 0; i < n; i += ROWS) {
         const Index rows = std::min(ROWS, n - i);
         const Index first = order == EARLIER ? 0 : i / LANES<T> * LANES<T>, end = order == EARLIER ? i + rows : n;
@@ -144,7 +144,7 @@ void meet(const Rows<T>& out, const Rows<T>& left, const Rows<T>& right_t, const
 
 // sums (d x e) += right^T (d x n) value (n x e)
 template <class T>
-void absorb(const Matrix<T>& sums, const Rows<T>& right, const Rows<T>& value, Index n) {
+void accumulate(const Matrix<T>& sums, const Rows<T>& right, const Rows<T>& value, Index n) {
     product(sums[0], sums.stride, right[0], Index(1), right.stride, value[0], value.stride, sums.rows, n, sums.columns, true);
 }
 

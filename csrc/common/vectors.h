@@ -1,4 +1,4 @@
-// Vectors of the processor's width, and what is done with rows of them. A row is padded to whole vectors, so that no loop has a
+// Vectors of the processor's width, and functions of rows of them. Rows are padded to whole vectors, so that no loop has a
 // remainder.
 
 #pragma once
@@ -10,15 +10,15 @@
 #include <utility>
 
 #ifndef WIDTH
-#define WIDTH 32  // bytes of a vector
+#define WIDTH 32  // bytes per vector
 #endif
 
 namespace subquad {
 
 using Index = std::ptrdiff_t;
 
-// Of each type: how e^x is split into 2^n e^r (ln 2 in two parts), its range, and the polynomial for |r| <= ln(2) / 2. Half of
-// pi in three parts, of which multiples are exact below `far`, and how many terms sines and cosines need.
+// Constants per type. For e^x = 2^n e^r: ln 2 in two parts, the range of x, and the polynomial for |r| <= ln(2) / 2. For sines
+// and cosines: pi / 2 in three parts, whose multiples are exact below `far`, and the number of terms.
 template <class T>
 struct Simd;
 template <>
@@ -84,7 +84,7 @@ inline Vector<T> exponential(Vector<T> x) {
     return given < S::least ? zero : sum * (Vector<T>)(power << S::mantissa);
 }
 
-// sin x and cos x: x is brought to |r| <= pi / 4 by quarter turns, whose half pi is in three parts; far away by libm.
+// sin x and cos x: x is reduced to |r| <= pi / 4 by multiples of pi / 2, kept in three parts; beyond `far`, libm computes them.
 template <class T>
 inline void sine_and_cosine(Vector<T> x, Vector<T>& sine, Vector<T>& cosine) {
     using S = Simd<T>;
@@ -95,7 +95,7 @@ inline void sine_and_cosine(Vector<T> x, Vector<T>& sine, Vector<T>& cosine) {
     const Vector<T> r = ((x - n * S::half_pi[0]) - n * S::half_pi[1]) - n * S::half_pi[2], square = r * r;
     Vector<T> s = zero, c = zero;
 #pragma GCC unroll 16
-    for (int k = S::terms; k > 0; --k) {  // Taylor: each term is the next one's factor
+    for (int k = S::terms; k > 0; --k) {  // Taylor series in Horner form
         s = T(-1.0 / (2 * k * (2 * k + 1))) * square * (s + T(1));
         c = T(-1.0 / (2 * k * (2 * k - 1))) * square * (c + T(1));
     }
@@ -115,7 +115,7 @@ T total(Vector<T> x) {
     return sum;
 }
 
-// ---- rows of n numbers and zeros up to a whole vector ----
+// ---- rows of n numbers, padded with zeros to whole vectors ----
 
 template <class T>
 T inner(const T* x, const T* y, Index n) {
@@ -138,7 +138,7 @@ T largest(const T* x, Index n) {
     for (Index j = 0; j + LANES<T> <= n; j += LANES<T>) most = vector(x + j) > most ? vector(x + j) : most;
     T found = most[0];
     for (Index i = 1; i < LANES<T>; ++i) found = most[i] > found ? most[i] : found;
-    for (Index j = n / LANES<T> * LANES<T>; j < n; ++j) found = x[j] > found ? x[j] : found;  // pads are no candidates
+    for (Index j = n / LANES<T> * LANES<T>; j < n; ++j) found = x[j] > found ? x[j] : found;  // padding does not count
     return found;
 }
 
@@ -163,11 +163,11 @@ void scale(T* row, T factor, Index n) {
     for (Index j = 0; j < n; j += LANES<T>) vector(row + j) *= factor;
 }
 
-// The inverse of a very small divisor is infinite, though its quotients need not be.
+// The inverse of a very small denominator can be infinite where the quotients are finite.
 template <class T>
-void divide(T* row, T divisor, Index n) {
-    if (const T inverse = 1 / divisor; std::isfinite(inverse)) return scale(row, inverse, n);
-    for (Index j = 0; j < n; j += LANES<T>) vector(row + j) /= divisor;
+void divide(T* row, T denominator, Index n) {
+    if (const T inverse = 1 / denominator; std::isfinite(inverse)) return scale(row, inverse, n);
+    for (Index j = 0; j < n; j += LANES<T>) vector(row + j) /= denominator;
 }
 
 // e^(x - peak), in place
@@ -176,7 +176,7 @@ void exponentiate(T* row, Index n, T peak) {
     for (Index j = 0; j < n; j += LANES<T>) vector(row + j) = exponential<T>(vector(row + j) - peak);
 }
 
-// ---- the transpose of a square of vectors, in log2(lanes) steps that swap ever smaller blocks across the diagonal ----
+// ---- the transpose of a square of vectors, in log2(lanes) steps that swap smaller and smaller blocks across the diagonal ----
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

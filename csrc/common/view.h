@@ -25,31 +25,31 @@ void store(const View& view, const Rows<T>& x, Index b, Index h, Index start, In
     for (Index i = 0; i < n; ++i) std::memcpy(view.at<T>(b, h, start + i), x[i], x.columns * sizeof(T));
 }
 
-// Asks for the next chunk of tokens, those from `start` to `end`: by itself the processor looks ahead to the end of a page.
+// Prefetches the next chunk of tokens, `start` to `end`: the hardware prefetcher stops at the end of a page.
 template <class T>
-void anticipate(const View& view, Index b, Index h, Index start, Index end, Index columns) {
+void prefetch(const View& view, Index b, Index h, Index start, Index end, Index columns) {
     for (Index i = start; i < end; ++i)
         for (Index j = 0; j < columns; j += 64 / Index(sizeof(T))) __builtin_prefetch(view.at<T>(b, h, i) + j);
 }
 
-// The tokens from `start` on where they stand, if their rows are whole vectors; otherwise `scratch`.
+// The tokens from `start` on: their own memory if their rows are whole vectors, otherwise `scratch`.
 template <class T>
-Rows<T> place(const Rows<T>& scratch, const View& view, Index b, Index h, Index start) {
+Rows<T> rows_at(const Rows<T>& scratch, const View& view, Index b, Index h, Index start) {
     if (scratch.columns % LANES<T>) return scratch;
     return {view.at<T>(b, h, start), scratch.columns, Index(view.token)};
 }
 
-// n of them, to read
+// The same, with n tokens copied into `scratch` if they are not read in place.
 template <class T>
 Rows<T> fetch(const Rows<T>& scratch, const View& view, Index b, Index h, Index start, Index n) {
-    const Rows<T> found = place(scratch, view, b, h, start);
+    const Rows<T> found = rows_at(scratch, view, b, h, start);
     if (found.data == scratch.data) load(scratch, view, b, h, start, n);
     return found;
 }
 
-// n of them that were written to what `place` gave
+// Stores n tokens that were written to what `rows_at` returned, if that was `scratch`.
 template <class T>
-void keep(const Rows<T>& scratch, const Rows<T>& written, const View& view, Index b, Index h, Index start, Index n) {
+void write_back(const Rows<T>& scratch, const Rows<T>& written, const View& view, Index b, Index h, Index start, Index n) {
     if (written.data == scratch.data) store(view, scratch, b, h, start, n);
 }
 

@@ -62,7 +62,7 @@ void convolution_forward(const ConvolutionCall& c) {
                 const Kernel<T> kernel(static_cast<const T*>(c.kernel) + h * c.taps, c.taps, false);
                 const Rows<T> out = rows_of(result, c.out, b, h, c.tokens);
                 kernel.apply(out, rows_of(value, c.value, b, h / group, c.tokens), c.tokens, true);
-                keep(result, out, c.out, b, h, 0, c.tokens);
+                write_back(result, out, c.out, b, h, 0, c.tokens);
             }
     }
 }
@@ -97,14 +97,14 @@ void convolution_backward(const ConvolutionCall& c) {
 #pragma omp for schedule(dynamic) collapse(2)
         for (Index b = 0; b < c.batch; ++b)
             for (Index kv = 0; kv < c.kv_heads; ++kv) {
-                const Rows<T> x = rows_of(value, c.value, b, kv, c.tokens), d_x = place(result, c.d_value, b, kv, 0);
+                const Rows<T> x = rows_of(value, c.value, b, kv, c.tokens), d_x = rows_at(result, c.d_value, b, kv, 0);
                 for (Index h = kv * group; h < (kv + 1) * group; ++h) {
                     const Rows<T> grad = rows_of(gradient, c.grad, b, h, c.tokens);
                     const Kernel<T> kernel(static_cast<const T*>(c.kernel) + h * c.taps, c.taps, true);
                     kernel.apply(d_x, grad, c.tokens, h > kv * group);
                     kernel_gradient(static_cast<T*>(c.d_kernel) + (b * c.heads + h) * c.taps, grad, x, c.taps, c.tokens);
                 }
-                keep(result, d_x, c.d_value, b, kv, 0, c.tokens);
+                write_back(result, d_x, c.d_value, b, kv, 0, c.tokens);
             }
     }
 }

@@ -1,4 +1,4 @@
-// What a call says, as kernelized.py lays it out.
+// The arguments of a call. src/subquad/ops/kernelized.py has the same fields and enums, in the same order.
 
 #pragma once
 
@@ -7,18 +7,18 @@
 namespace subquad {
 
 enum Kind { ELU, IDENTITY, UNIT, EXPONENTIAL, RELU, SOFTMAX, TRIGONOMETRIC };
-enum Divisor { SUM, MEAN, NONE, CHANNEL, SIGNED };
+enum Normalizer { SUM, MEAN, NONE, CHANNEL, SIGNED };
 
 struct Call {
     int64_t batch, heads, kv_heads, queries, keys, channels, value_channels, features;
-    int64_t kind, divisor, is_causal, threads;
+    int64_t kind, normalizer, is_causal, threads;
     double scale, constant, floor;
     View query, key, value, out, grad, d_query, d_key, d_value;
-    const uint8_t* mask;  // (B, M), contiguous; null: all real
-    void* divisors;       // (B, H, N)
-    const void* weight;   // (F, D); of sines and cosines (K, F / 2, D)
-    const void* bias;     // (F,)
-    const void* sums_in;  // (B, K, F, E), and E + 1 with a divisor of sums; null: none before
+    const uint8_t* mask;   // (B, M), contiguous; null: no pads
+    void* denominators;    // (B, H, N); null: not wanted
+    const void* weight;    // (F, D); TRIGONOMETRIC (K, F / 2, D)
+    const void* bias;      // (F,)
+    const void* sums_in;   // (B, K, F, E), or E + 1 if there are ones; null: no past
     const void* level_in;  // (B, K, 1 or F)
     const void* count_in;  // (B,)
     void* sums_out;
@@ -26,30 +26,34 @@ struct Call {
     void* count_out;
 };
 
-constexpr Index CHUNK = 96, CAUSAL_CHUNK = 48;  // where causal, pairs inside a chunk are computed
+constexpr Index CHUNK = 96, CAUSAL_CHUNK = 48;  // tokens; smaller if causal, when all pairs inside a chunk are computed
 
 template <class T>
 struct Problem {
     const Call& call;
-    Index D, E, F, groups, chunk;  // tokens a chunk
+    Index D, E, F, groups, chunk;  // query heads per key-value head; tokens per chunk
     Kind kind;
-    Divisor divisor;
-    Index heads, angles;         // that have weights of their own; weights of each
+    Normalizer normalizer;
+    Index heads, angles;         // how many heads have their own weights; rows of weights per head
     Matrix<T> weight, weight_t;  // (heads angles x D), (heads D x angles)
 
     explicit Problem(const Call& c)
         : call(c), D(c.channels), E(c.value_channels), F(c.features), groups(c.heads / std::max<Index>(c.kv_heads, 1)),
           chunk(std::min(c.is_causal ? CAUSAL_CHUNK : CHUNK, std::max<Index>({c.queries, c.keys, 1}))),
-          kind(Kind(c.kind)), divisor(Divisor(c.divisor)), heads(kind == TRIGONOMETRIC ? c.kv_heads : 1),
-          angles(kind == TRIGONOMETRIC ? F / 2 : F), weight(c.weight ? heads * angles : 0, D), weight_t(c.weight ? heads * D : 0, angles) {
+          kind(Kind(c.kind)), normalizer(Normalizer(c.normalizer)), heads(kind == TRIGONOMETRIC ? c.kv_heads : 1),
+          angles(kind == TRIGONOMETRIC ? F / 2 : F), weight(c.weight ? heads * angles : 0, D),
+          weight_t(c.weight ? heads * D : 0, angles) {
         const T* from = static_cast<const T*>(c.weight);
         for (Index h = 0; h < (c.weight ? heads : 0); ++h)
             for (Index f = 0; f < angles; ++f)
                 for (Index d = 0; d < D; ++d) weight[h * angles + f][d] = weight_t[h * D + d][f] = *from++;
     }
     const T* weight_t_of(Index head) const { return weight_t[heads == 1 ? 0 : head * D]; }
-    bool has_sum() const { return divisor == SUM || divisor == SIGNED; }
-    bool has_ones() const { return has_sum() || divisor == CHANNEL; }
+    T* denominators_of(Index b, Index h) const {
+        return static_cast<T*>(call.denominators) + (b * call.heads + h) * call.queries;
+    }
+    bool has_sum() const { return normalizer == SUM || normalizer == SIGNED; }
+    bool has_ones() const { return has_sum() || normalizer == CHANNEL; }
     Index levels() const { return kind == EXPONENTIAL ? 1 : kind == SOFTMAX ? F : 0; }
     bool is_real(Index b, Index j) const { return !call.mask || call.mask[b * call.keys + j]; }
 };

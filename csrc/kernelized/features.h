@@ -1,4 +1,4 @@
-// The feature maps, and their way back.
+// The feature maps, and the gradients through them.
 
 #pragma once
 
@@ -10,9 +10,9 @@ namespace subquad {
 
 constexpr double RELU_SHIFT = 1e-3;
 
-// Brings x to unit length, in place: its largest entry first, or squares would leave the number range. Returns |x|.
+// Scales x to unit length, in place, and returns |x|. Divides by the largest entry first: squares could leave the number range.
 template <class T>
-T normalize(T* x, Index n) {
+T to_unit_length(T* x, Index n) {
     const T most = largest_magnitude(x, n);
     if (most == 0) return 0;
     for (Index j = 0; j < n; ++j) x[j] /= most;
@@ -21,10 +21,10 @@ T normalize(T* x, Index n) {
     return most * norm;
 }
 
-// phi (n x F) of x (n x D), up to a factor e^b for each row: of a query it cancels, of a key it is in `b`.
-// The keys of SOFTMAX stay exponents, whose level is by channel.
+// phi (n x F) of x (n x D), up to a factor e^b for each row, which cancels for a query and is returned in `b` for a key.
+// The keys of SOFTMAX stay exponents, each channel with a level of its own.
 template <class T>
-void map(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, Index head, bool is_query, T* b) {
+void map_features(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, Index head, bool is_query, T* b) {
     if (p.kind == EXPONENTIAL || p.kind == RELU) {
         if (p.call.bias)
             for (Index i = 0; i < n; ++i) std::memcpy(phi[i], p.call.bias, p.F * sizeof(T));
@@ -35,9 +35,10 @@ void map(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, Ind
         const Matrix<T> unit(n, p.D);
         for (Index i = 0; i < n; ++i) {
             std::memcpy(unit[i], x[i], p.D * sizeof(T));
-            normalize(unit[i], p.D);
+            to_unit_length(unit[i], p.D);
         }
-        product(phi[0], phi.stride, unit[0], unit.stride, Index(1), p.weight_t_of(head), p.weight_t.stride, n, p.D, p.angles, false);
+        product(phi[0], phi.stride, unit[0], unit.stride, Index(1), p.weight_t_of(head), p.weight_t.stride, n, p.D, p.angles,
+                false);
     }
     for (Index i = 0; i < n; ++i) {
         T* row = phi[i];
@@ -53,7 +54,7 @@ void map(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, Ind
                 break;
             case UNIT:
                 std::memcpy(row, x[i], padded<T>(p.D) * sizeof(T));
-                normalize(row, p.D);
+                to_unit_length(row, p.D);
                 row[p.D] = 1;
                 break;
             case EXPONENTIAL: {
@@ -84,7 +85,7 @@ void map(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, Ind
                     exponentiate(row, p.F, largest(row, p.F));
                     std::fill(row + p.F, row + padded<T>(p.F), T(0));
                     scale(row, 1 / total(row, p.F), p.F);
-                } else if (p.F == 1) {  // one level for all channels: the exponent is the key's own
+                } else if (p.F == 1) {  // one channel: its exponent is that of the whole key
                     b[i] = row[0], row[0] = 1;
                 }
                 break;
@@ -93,9 +94,9 @@ void map(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, Ind
     }
 }
 
-// The gradient of x (n x D) from that of phi (n x F), which is overwritten.
+// The gradient of x (n x D) from that of phi (n x F), which it overwrites.
 template <class T>
-void map_back(const Problem<T>& p, const Rows<T>& d_x, const Rows<T>& d_phi, const Rows<T>& phi, const Rows<T>& x, Index n,
+void map_gradient(const Problem<T>& p, const Rows<T>& d_x, const Rows<T>& d_phi, const Rows<T>& phi, const Rows<T>& x, Index n,
               bool is_query) {
     for (Index i = 0; i < n; ++i) {
         T* d = d_phi[i];
@@ -113,7 +114,7 @@ void map_back(const Problem<T>& p, const Rows<T>& d_x, const Rows<T>& d_phi, con
             case UNIT: {
                 const T along = inner(f, d, p.F) - f[p.D] * d[p.D];
                 std::memcpy(d_x[i], x[i], padded<T>(p.D) * sizeof(T));
-                const T norm = normalize(d_x[i], p.D);
+                const T norm = to_unit_length(d_x[i], p.D);
                 for (Index j = 0; j < p.D; ++j) d_x[i][j] = norm == 0 ? T(0) : (d[j] - f[j] * along) / norm;
                 break;
             }

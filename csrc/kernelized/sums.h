@@ -11,13 +11,13 @@ namespace subquad {
 
 constexpr double SAFE_RISE = 60;  // e^60 and e^-60 are far inside float32
 
-// What was summed over nothing leaves its zeros as they are.
+// 1 in place of 0: a sum over nothing, divided by it, stays 0.
 template <class T>
 T nonzero(T x) {
     return x == 0 ? T(1) : x;
 }
 
-// What was summed at one level, weighed for another: by feature, one for all or each its own. Rows are features, or columns.
+// The factor on feature f of a sum when its level changes; there is one level for all features, or one for each.
 template <class T>
 T decay(const std::vector<T>& from, const std::vector<T>& to, Index f) {
     const std::size_t l = from.size() == 1 ? 0 : f;
@@ -48,8 +48,8 @@ struct Sums {
     explicit Sums(const Problem<T>& p) : S(p.F, p.E), z(1, p.F), level(p.levels(), lowest()) {}
     static constexpr T lowest() { return std::numeric_limits<T>::lowest() / 4; }
 
-    // Weighs what was summed so far relative to a new level.
-    void raise(const std::vector<T>& to) {
+    // Rescales the sums to a new level.
+    void raise_level(const std::vector<T>& to) {
         decay_rows(S, level, to);
         decay_columns(z, level, to);
         level = to;
@@ -58,8 +58,8 @@ struct Sums {
     void add(Sums& other) {
         std::vector<T> to = level;
         for (std::size_t l = 0; l < to.size(); ++l) to[l] = std::max(level[l], other.level[l]);
-        raise(to);
-        other.raise(to);
+        raise_level(to);
+        other.raise_level(to);
         for (Index f = 0; f < S.rows; ++f) {
             for (Index j = 0; j < S.columns; ++j) S[f][j] += other.S[f][j];
             z[0][f] += other.z[0][f];
@@ -67,8 +67,8 @@ struct Sums {
         count += other.count;
     }
 
-    // Every feature by its own sum.
-    void normalize() {
+    // Divides each feature by its own total.
+    void normalize_channels() {
         for (Index f = 0; f < S.rows; ++f) scale(S[f], 1 / nonzero(z[0][f]), S.columns);
     }
 
@@ -108,12 +108,13 @@ struct Keys {
     Index start = 0, n = 0;
 
     explicit Keys(const Problem<T>& p)
-        : scratch(p.chunk, p.D), phi(p.chunk, p.F), phi_t(p.F, p.chunk), value_scratch(p.chunk, p.E), x(scratch), value(value_scratch),
-          b(p.chunk), level(p.levels()), real(p.chunk), first(p.levels()), higher(p.levels()) {}
+        : scratch(p.chunk, p.D), phi(p.chunk, p.F), phi_t(p.F, p.chunk), value_scratch(p.chunk, p.E), x(scratch),
+          value(value_scratch), b(p.chunk), level(p.levels()), real(p.chunk), first(p.levels()), higher(p.levels()) {}
 
-    // From `start` on, at most to `end`; pads count for nothing. `before` is the level so far; where `is_causal`, the chunk ends
-    // before the level would rise too far above that of its first key.
-    void fill(const Problem<T>& p, Index batch, Index head, Index from, Index end, const std::vector<T>& before, bool is_causal) {
+    // Reads keys from `from` on, at most to `end`; pads have weight 0. `before` is the level so far. If `is_causal`, the chunk
+    // ends before the level would rise too far above that of its first key.
+    void fill(const Problem<T>& p, Index batch, Index head, Index from, Index end, const std::vector<T>& before,
+              bool is_causal) {
         start = from, n = std::min(p.chunk, end - from);
         read_rows(p, batch, head);
         level = before;
@@ -135,18 +136,18 @@ struct Keys {
             }
             std::swap(level, higher);
         }
-        weigh(p);
+        apply_level(p);
     }
 
-    // A chunk whose level is known.
+    // Reads a chunk whose level is known.
     void refill(const Problem<T>& p, Index batch, Index head, Index from, Index count, const std::vector<T>& known) {
         start = from, n = count, level = known;
         read_rows(p, batch, head);
-        weigh(p);
+        apply_level(p);
     }
 
    private:
-    std::vector<T> first, higher;  // levels, at the first key and at the current one
+    std::vector<T> first, higher;  // levels up to the first key, and up to the current one
 
     bool rises_too_far() const {
         bool too_far = false;
@@ -163,11 +164,11 @@ struct Keys {
             real[i] = p.is_real(batch, start + i);
             if (!real[i]) std::fill(value[i], value[i] + p.E, T(0));
         }
-        map(p, phi, x, n, head, false, b.data());
+        map_features(p, phi, x, n, head, false, b.data());
     }
 
-    // phi relative to `level`
-    void weigh(const Problem<T>& p) {
+    // Makes phi relative to `level`.
+    void apply_level(const Problem<T>& p) {
         for (Index i = 0; i < n; ++i) {
             if (!real[i]) std::fill(phi[i], phi[i] + padded<T>(p.F), T(0));
             else if (level.size() == 1) {
@@ -184,8 +185,8 @@ struct Keys {
 };
 
 template <class T>
-void take(Sums<T>& sums, const Problem<T>& p, const Keys<T>& keys) {
-    absorb(sums.S, keys.phi, keys.value, keys.n);
+void add_keys(Sums<T>& sums, const Problem<T>& p, const Keys<T>& keys) {
+    accumulate(sums.S, keys.phi, keys.value, keys.n);
     if (p.has_ones()) add_rows(sums.z[0], keys.phi, keys.n);
     for (Index i = 0; i < keys.n; ++i) sums.count += keys.real[i];
 }

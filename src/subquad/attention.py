@@ -207,7 +207,7 @@ def _with_seed(mechanism: Mechanism, seed: int) -> Mechanism:
 def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
     checks.call(call)
     require(mechanism, (*call.needs, *needs))
-    checks.sharing(mechanism, call.query, call.key)
+    checks.shared_query_and_key(mechanism, call.query, call.key)
     method = described(mechanism, call.scale)
     if call.state is not None:
         checks.state(call.state, method, call.key, call.value)

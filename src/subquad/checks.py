@@ -1,4 +1,4 @@
-"""The rules that inputs keep. Each error says the rule, what came, and what to do."""
+"""Checks of inputs. Each error states the rule, what it got, and what to do."""
 
 from __future__ import annotations
 
@@ -36,30 +36,31 @@ def tensors(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> N
             )
     if not query.dtype == key.dtype == value.dtype:
         raise InputError(
-            f"query, key and value must have one dtype; got {_each(named, 'dtype')}. Convert with .to(query.dtype)."
+            f"query, key and value must have the same dtype; got {_each(named, 'dtype')}. Convert with .to(query.dtype)."
         )
     if not query.device == key.device == value.device:
         raise InputError(
-            f"query, key and value must be on one device; got {_each(named, 'device')}. Move with .to(query.device)."
+            f"query, key and value must be on the same device; got {_each(named, 'device')}. Move with .to(query.device)."
         )
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         raise InputError(
-            f"query, key and value must have one batch size; got {_each(named, 'shape')}. Expand or repeat the smaller one."
+            f"query, key and value must have the same batch size; got {_each(named, 'shape')}. "
+            "Expand or repeat the smaller ones."
         )
     if key.shape[1] != value.shape[1]:
-        raise InputError(f"key and value must have the same heads; got {_each(named, 'shape')}.")
+        raise InputError(f"key and value must have the same number of heads; got {_each(named, 'shape')}.")
     if key.shape[2] != value.shape[2]:
         raise InputError(f"key and value must have the same length; got {_each(named, 'shape')}.")
     if query.shape[3] != key.shape[3]:
-        raise InputError(f"query and key must have the same channels; got {_each(named, 'shape')}.")
+        raise InputError(f"query and key must have the same number of channels; got {_each(named, 'shape')}.")
     for name, x in named.items():
         if not x.shape[1] or not x.shape[3]:
             raise InputError(f"{name} must have at least one head and one channel; got shape {tuple(x.shape)}.")
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
         raise InputError(
-            f"query has {heads} heads and key has {kv_heads}; set enable_gqa=True to share each key-value head among "
-            f"{heads}/{kv_heads} query heads, or give both the same."
+            f"query and key must have the same number of heads unless enable_gqa=True; got {heads} and {kv_heads}. "
+            f"Set enable_gqa=True to share each key-value head among {heads}/{kv_heads} query heads."
         )
     divides(heads, kv_heads)
 
@@ -78,38 +79,38 @@ def divides(heads: int, kv_heads: int) -> None:
         )
 
 
-def sharing(config: Mechanism, query: Tensor, key: Tensor) -> None:
-    if config.shares_query_and_key and query is not key:
-        name = config.info.name
+def shared_query_and_key(mechanism: Mechanism, query: Tensor, key: Tensor) -> None:
+    if mechanism.shares_query_and_key and query is not key:
+        name = mechanism.info.name
         raise InputError(
-            f"{name} with these options has one tensor for queries and keys; got two. Pass the query as the key too, as in "
-            f"subquad.attention(qk, qk, v, {name!r}), or choose shared_qk=False."
+            f"{name} with these options needs one tensor as both query and key; got two. Pass the same tensor twice, as in "
+            f"subquad.attention(qk, qk, v, {name!r}), or set shared_qk=False."
         )
 
 
 def call(call: Call) -> None:
-    """Everything else in a call, except whether its state fits."""
+    """Everything else in a call, except whether its state can be continued."""
     flag("is_causal", call.is_causal)
     flag("return_state", call.return_state)
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.is_causal and queries != keys:
         raise InputError(
-            f"is_causal needs one key a query, so that it is clear which keys come after which query; got {queries} queries "
-            f"and {keys} keys. Pass the earlier keys as state, or an explicit attn_mask."
+            f"is_causal needs as many keys as queries, one for each position; got {queries} queries and {keys} keys. "
+            "Pass the earlier keys as state, or an explicit attn_mask."
         )
     if not call.is_causal and (call.state is not None or call.return_state):
-        raise InputError("a decode state follows a causal sequence; got is_causal=False. Pass is_causal=True.")
+        raise InputError("a decode state needs causal attention; got is_causal=False. Pass is_causal=True.")
     padding(call.key_padding_mask, (call.key.shape[0], keys), call.key.device)
     globals_(call.global_mask, (call.key.shape[0], keys), call.key.device)
     if call.state is not None and not isinstance(call.state, State):
-        raise StateError(f"state must be what an earlier call returned, or None; got {type(call.state).__name__}.")
+        raise StateError(f"state must be a State that an earlier call returned, or None; got {type(call.state).__name__}.")
     attn_mask(call.attn_mask, call.query, call.seen + keys)
     scale(call.scale)
     dropout(call.dropout_p)
 
 
 def options(options: dict[str, object]) -> None:
-    """The names of the arguments that a module passes on to its mechanism."""
+    """The names of the keyword arguments of a module."""
     for name in options:
         if name not in _OPTIONS:
             raise InputError(f"there is no argument {name!r}{closest(name, _OPTIONS)} Arguments: {', '.join(_OPTIONS)}.")
@@ -117,16 +118,16 @@ def options(options: dict[str, object]) -> None:
 
 def flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InputError(f"{name} is True or False; got {value!r}.")
+        raise InputError(f"{name} must be True or False; got {value!r}.")
 
 
 def padding(mask: Tensor | None, expected: tuple[int, int], device: torch.device) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(
-            f"key_padding_mask must be bool, True for real tokens; got {came}. For ones and zeros pass mask.bool(); for "
+            f"key_padding_mask must be bool, True for real tokens; got {got}. For ones and zeros pass mask.bool(); for "
             "the convention of torch.nn.MultiheadAttention, where True marks pads, pass ~mask."
         )
     if tuple(mask.shape) != expected:
@@ -139,8 +140,8 @@ def globals_(mask: Tensor | None, expected: tuple[int, int], device: torch.devic
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != expected:
-        came = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"global_mask must be bool, True for global tokens, (batch, keys) = {expected}; got {came}.")
+        got = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"global_mask must be bool, True for global tokens, (batch, keys) = {expected}; got {got}.")
     if mask.device != device:
         raise InputError(f"global_mask must be on the device of the keys, {device}; got {mask.device}.")
 
@@ -149,10 +150,8 @@ def attn_mask(mask: Tensor | None, query: Tensor, keys: int) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, query.dtype):
-        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(
-            f"attn_mask must be bool (True = may attend) or, to be added to the scores, {query.dtype}; got {came}."
-        )
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"attn_mask must be bool (True = may attend) or, to be added to the scores, {query.dtype}; got {got}.")
     full = (query.shape[0], query.shape[1], query.shape[2], keys)
     sizes = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.dim() > 4 or any(size not in (1, whole) for size, whole in sizes):
@@ -174,44 +173,44 @@ def dropout(p: float, name: str = "dropout") -> None:
 
 
 def state(state: State, method: str, key: Tensor, value: Tensor) -> None:
-    """Whether `state` can be continued by this method with these keys and values."""
-    continues(state, method, key)
+    """Whether this method can continue `state` with these keys and values."""
+    state_owner(state, method, key)
     held = (state.kv_heads, state.head_dim, state.value_dim, state.dtype)
-    came = (key.shape[1], key.shape[3], value.shape[3], key.dtype)
-    if held != came:
-        words = ("kv_heads", "head_dim", "value_dim", "dtype")
-        differ = [f"{w}: {h} in the state, {c} here" for w, h, c in zip(words, held, came, strict=True) if h != c]
+    got = (key.shape[1], key.shape[3], value.shape[3], key.dtype)
+    if held != got:
+        names = ("kv_heads", "head_dim", "value_dim", "dtype")
+        differ = [f"{name} {h} in the state, {g} in the call" for name, h, g in zip(names, held, got, strict=True) if h != g]
         raise StateError(
-            f"a state continues with the sizes and the precision it has; {'; '.join(differ)}. "
-            "Give it the same again, or start a new one with state=None."
+            f"a state must be continued with the same sizes and precision; got {'; '.join(differ)}. "
+            "Pass matching tensors, or start a new state with state=None."
         )
 
 
-def continues(state: State, method: str, x: Tensor) -> None:
-    """Whether `state` is of this method, and of the batch and device of x."""
+def state_owner(state: State, method: str, x: Tensor) -> None:
+    """Whether `state` was made by this method, for the batch size and device of x."""
     if not isinstance(state, State):
-        raise StateError(f"state must be what an earlier call returned, or None; got {type(state).__name__}.")
+        raise StateError(f"state must be a State that an earlier call returned, or None; got {type(state).__name__}.")
     if state.method != method:
         raise StateError(
-            f"a state continues with the method that made it; it was made by {state.method}, and this is {method}. "
-            "Start a new one with state=None."
+            f"a state must be continued by the method that made it, {state.method}; got {method}. "
+            "Start a new state with state=None."
         )
     if state.batch != x.shape[0]:
         raise StateError(
-            f"a state continues with its batch size; it has {state.batch}, and here are {x.shape[0]}. "
+            f"a state must be continued with its batch size, {state.batch}; got {x.shape[0]}. "
             "Select rows with state.reorder(index)."
         )
     if state.device != x.device:
         raise StateError(
-            f"a state continues on its device; it is on {state.device}, and here is {x.device}. Move it with state.to(device)."
+            f"a state must be continued on its device, {state.device}; got {x.device}. Move it with state.to(device)."
         )
 
 
 def tokens(name: str, x: Tensor, width: int, weight: Tensor | None = None) -> None:
-    """(B, length, width); with `weight`, on its device and in its precision, unless autocast sees to that."""
+    """(B, length, width); with `weight`, also its device and, unless under autocast, its precision."""
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != width:
-        came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{name} must be (batch, length, {width}); got {came}.")
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name} must be (batch, length, {width}); got {got}.")
     if not x.is_floating_point():
         raise InputError(f"{name} must be floating point; got {x.dtype}. Embed integer ids first.")
     if weight is None or not weight.is_floating_point():
@@ -224,13 +223,13 @@ def tokens(name: str, x: Tensor, width: int, weight: Tensor | None = None) -> No
 
 
 def hidden(hidden: Tensor | None, key: Tensor, dim: int | None, method: str) -> None:
-    """`dim` is None where the mechanism does not read the tokens."""
+    """`dim` is None for a mechanism that does not read the tokens."""
     if dim is None and hidden is not None:
-        raise InputError(f"{method} does not read the tokens; leave hidden out.")
+        raise InputError(f"hidden must be None, because {method} does not read the tokens; got a tensor. Leave hidden out.")
     if dim is None:
         return
     if hidden is None:
-        raise InputError(f"{method} reads the tokens: pass hidden, (batch, keys, {dim}); got None.")
+        raise InputError(f"{method} reads the tokens, so it needs hidden; got None. Pass hidden, (batch, keys, {dim}).")
     tokens("hidden", hidden, dim)
     if hidden.shape[:2] != (key.shape[0], key.shape[2]) or hidden.device != key.device:
         raise InputError(
@@ -243,15 +242,15 @@ def rotary(base: float | None, head_dim: int) -> None:
     if base is None:
         return
     if isinstance(base, bool) or not isinstance(base, (int, float)) or not 1 < base < math.inf:
-        raise InputError(f"rotary is the base of the angles, a number above 1 such as 10000.0, or None; got {base!r}.")
+        raise InputError(f"rotary must be the base of the angles, a number above 1 such as 10000.0, or None; got {base!r}.")
     if head_dim % 2:
-        raise InputError(f"rotary positions turn pairs of channels, so head_dim must be even; got {head_dim}.")
+        raise InputError(f"rotary positions rotate pairs of channels, so head_dim must be even; got {head_dim}.")
 
 
 def seed(value: int) -> None:
-    """That random numbers can be drawn from it, alone and mixed with a step."""
+    """A seed for random numbers; the bound leaves room to combine it with a step."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise InputError(f"seed is a whole number from 0 to 2^31 - 1; got {value!r}.")
+        raise InputError(f"seed must be a whole number from 0 to 2^31 - 1; got {value!r}.")
 
 
 def sizes(**named: int) -> None:

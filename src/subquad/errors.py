@@ -1,4 +1,4 @@
-"""One family of errors. Each message says the rule, what came, and what to do instead."""
+"""One family of errors. Each message states the rule, what it got, and what to do instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-_PACKAGES = {  # of each extra
+_PACKAGES = {  # of the extras
     "convert": "peft",
     "report": "altair vl-convert-python jinja2",
     "test": "pytest",
@@ -16,7 +16,7 @@ _PACKAGES = {  # of each extra
 
 
 class SubquadError(Exception):
-    """Everything that subquad refuses."""
+    """The base class of all errors that subquad raises."""
 
 
 class InputError(SubquadError, ValueError):
@@ -24,33 +24,33 @@ class InputError(SubquadError, ValueError):
 
 
 class OptionError(SubquadError, TypeError, ValueError):
-    """An option that a mechanism does not have, or a value it cannot take."""
+    """An option that a mechanism does not have, or an invalid value for one."""
 
 
 class UnknownMethodError(SubquadError, LookupError):
-    """A name that no mechanism has."""
+    """A method name that is not registered."""
 
 
 class UnsupportedError(SubquadError, NotImplementedError):
-    """A combination that the mechanism has no sound definition for."""
+    """A call that the mechanism does not support, usually because it has no sound definition there."""
 
 
 class StateError(SubquadError, ValueError):
-    """A decode state that belongs to another method, shape or precision."""
+    """A decode state that does not fit the call: another method, shape, precision or device."""
 
 
 class MissingExtraError(SubquadError, ImportError):
-    """Something to install first: an extra that only a part of subquad needs."""
+    """An optional dependency is not installed."""
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'a' or 'b'?` for the names nearest to `word`; a full stop if none is near."""
+    """`; did you mean 'a' or 'b'?` with the names most similar to `word`; a full stop if none is similar."""
     near = get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
 
 
 def load_extra(extra: str, what: str, *modules: str) -> list[Any]:
-    """The modules, or one error that says which extra `what` needs."""
+    """Import the modules; if one is missing, raise an error that names the extra that `what` needs."""
     try:
         return [import_module(module) for module in modules]
     except ModuleNotFoundError as error:

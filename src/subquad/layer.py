@@ -16,13 +16,13 @@ from subquad.attention import MechanismModule, described
 from subquad.errors import InputError
 from subquad.families.base import Mechanism
 from subquad.registry import require
-from subquad.rotary import positions, turn, waves
+from subquad.rotary import cos_sin, positions, rotate_by
 from subquad.state import State
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The keys and values of a sequence that others attend to; `Attention.read` makes one."""
+    """The keys and values of a sequence for cross-attention, projected once; `Attention.read` makes one."""
 
     key: Tensor  # (B, K, M, D)
     value: Tensor
@@ -31,11 +31,11 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """The size of its tensors in bytes."""
         return sum(x.nbytes for x in self._tensors if x is not None)
 
     def reorder(self, index: Tensor) -> Source:
-        """The batch rows named by `index`, as beam search needs."""
+        """The batch rows `index`, as beam search needs them."""
         return Source(*(None if x is None else x.index_select(0, index.to(x.device)) for x in self._tensors))  # type: ignore[arg-type]
 
     @property
@@ -44,17 +44,17 @@ class Source:
 
 
 class Attention(nn.Module):
-    """Multi-head self- or cross-attention with projections, by any mechanism.
+    """Multi-head self- or cross-attention with projections, for any mechanism.
 
     Args:
         dim: width of the tokens.
         heads: H; each has `head_dim` channels (default dim / heads).
-        method: a name or a config object.
-        kv_heads: K, a divisor of `heads`; fewer share keys and values among groups of query heads.
+        method: a name from `subquad.methods()`, or a mechanism.
+        kv_heads: K, a divisor of `heads` (default heads). Groups of query heads share the keys and values of one head.
         source_dim: width of `source` in cross-attention (default dim).
-        bias: whether the projections have one.
-        dropout: of attention weights, in training, where the mechanism has weights.
-        rotary: the base of rotary positions, usually 10000.0; None for none. Self-attention only.
+        bias: whether the projections have a bias.
+        dropout: probability of dropping an attention weight in training, for mechanisms that have attention weights.
+        rotary: the base of rotary positions, usually 10000.0; None for no rotary positions. Self-attention only.
         scale: replaces the mechanism's own factor on q . k.
     """
 
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         if head_dim is None and dim % heads:
             raise InputError(
                 f"dim must be a multiple of heads unless head_dim is given; got dim={dim}, heads={heads}. "
-                f"Pass head_dim, or a multiple of {heads}."
+                f"Pass head_dim, or a dim that is a multiple of {heads}."
             )
         head_dim = dim // heads if head_dim is None else head_dim
         self.mechanism = MechanismModule(method, heads=heads, head_dim=head_dim, kv_heads=kv_heads, dim=source_dim)
@@ -91,7 +91,7 @@ class Attention(nn.Module):
             require(self.mechanism.method, ["cross"])
         checks.rotary(rotary, head_dim)
         if rotary is not None and source_dim != dim:
-            raise InputError(f"rotary positions need self-attention, so source_dim must be dim; got {source_dim} and {dim}.")
+            raise InputError(f"rotary positions need self-attention, so source_dim must equal dim; got {source_dim} and {dim}.")
         checks.flag("bias", bias)
         self.dropout = dropout
         self.rotary = None if rotary is None else float(rotary)
@@ -115,9 +115,9 @@ class Attention(nn.Module):
         return_state: bool = False,
         global_mask: Tensor | None = None,
     ) -> Any:
-        """Attend from x (B, N, dim) to itself, or to `source` (B, M, source_dim), or to what `read` made of one.
+        """Attend from x (B, N, dim) to itself or to a `source`: a tensor (B, M, source_dim), or a `Source` from `read`.
 
-        The other arguments, and the result, are those of `attention`; `key_padding_mask` is about the source.
+        The other arguments and the result are those of `attention`; `key_padding_mask` belongs to the source.
         """
         checks.tokens("x", x, self.q_proj.in_features, self.q_proj.weight)
         if source is None:
@@ -131,7 +131,7 @@ class Attention(nn.Module):
             keys = self._project(x, key_padding_mask, q)
         elif isinstance(source, Source):
             if key_padding_mask is not None:
-                raise InputError("a Source holds its key_padding_mask; got another one. Give the mask to read() only.")
+                raise InputError("a Source has its own key_padding_mask; got another one. Pass the mask to read() only.")
             keys = source
         else:
             keys = self._read(source, key_padding_mask)
@@ -140,11 +140,11 @@ class Attention(nn.Module):
         if self.rotary is not None:
             state, start = self._take_position(state, x)
             position, after = positions(start, x.shape[1], key_padding_mask)
-            cos, sin = waves(q, position, self.rotary)
-            turned = turn(q, cos, sin)
-            q, k = turned, turned if k is q else turn(k, cos, sin)
+            cos, sin = cos_sin(q, position, self.rotary)
+            rotated = rotate_by(q, cos, sin)
+            q, k = rotated, rotated if k is q else rotate_by(k, cos, sin)
         if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask = attn_mask.to(q.dtype)  # under autocast the queries have another precision than the layer
+            attn_mask = attn_mask.to(q.dtype)  # under autocast the queries differ in precision from the layer
         out = self.mechanism(
             q,
             k,
@@ -166,7 +166,7 @@ class Attention(nn.Module):
         return (out, new) if return_state else out
 
     def read(self, source: Tensor, key_padding_mask: Tensor | None = None) -> Source:
-        """The keys and values of `source` (B, M, source_dim), to attend to from many queries, one call after another."""
+        """Project `source` (B, M, source_dim) to keys and values once, for many calls that attend to it."""
         require(self.mechanism.method, ["cross"])
         return self._read(source, key_padding_mask)
 
@@ -174,13 +174,13 @@ class Attention(nn.Module):
         checks.tokens("source", source, self.v_proj.in_features, self.q_proj.weight)
         if self.rotary is not None:
             raise InputError(
-                "rotary positions relate tokens of one sequence, so they need self-attention; got a source. "
-                "Build with rotary=None."
+                "rotary positions need self-attention, because they relate tokens of one sequence; got a source. "
+                "Build the layer with rotary=None."
             )
         return self._project(_without_pads(source, key_padding_mask), key_padding_mask, None)
 
     def _project(self, source: Tensor, key_padding_mask: Tensor | None, query: Tensor | None) -> Source:
-        """Keys and values (B, K, M, D); `query`, in self-attention, is the key too where the mechanism shares them."""
+        """Keys and values (B, K, M, D). In self-attention, `query` is the key too if the mechanism shares them."""
         kv_heads = self.mechanism.sizes.kv_heads
         if self.k_proj is None:
             assert query is not None
@@ -195,10 +195,10 @@ class Attention(nn.Module):
         return f"{described(self.mechanism.method, self.scale)} with rotary={self.rotary}"
 
     def _take_position(self, state: State | None, x: Tensor) -> tuple[State | None, Tensor]:
-        """The mechanism's own part of the state, and the position that each row has reached."""
+        """The state of the mechanism without the position, and the position (B,) of the next token of each row."""
         if state is None:
             return None, torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        checks.continues(state, self._method, x)
+        checks.state_owner(state, self._method, x)
         tensors = dict(state.tensors)
         start = tensors.pop("position")
         assert isinstance(start, Tensor)
@@ -209,7 +209,7 @@ class Attention(nn.Module):
 
 
 def _without_pads(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Pads set to 0: a NaN in one would reach the gradients of the projections."""
+    """x with its pads set to 0: a NaN in one would reach the gradients of the projections."""
     if key_padding_mask is None:
         return x
     checks.padding(key_padding_mask, (x.shape[0], x.shape[1]), x.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """(N, M): query i sees the keys up to its own, the last query the last key."""
+    """(N, M): each query attends to the keys up to its own; the last query has the last key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -22,7 +22,7 @@ def zero_pads(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 
 def real_first(key_padding_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The order (B, M) that brings each row's real tokens to the front, as they come, and the mask in that order."""
+    """An order (B, M) that puts the real tokens of each row first, otherwise unchanged, and the mask in that order."""
     order = (~key_padding_mask).to(torch.int8).argsort(dim=1, stable=True)
     return order, key_padding_mask.gather(1, order)
 
@@ -33,5 +33,5 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def put_back(x: Tensor, index: Tensor) -> Tensor:
-    """What `take_tokens` with a permutation did, undone."""
+    """The inverse of `take_tokens` with a permutation `index`."""
     return torch.zeros_like(x).scatter(2, index[:, None, :, None].expand_as(x), x)

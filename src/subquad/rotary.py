@@ -12,29 +12,29 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
-    """x (B, H, N, D), D even, at integer positions (B, N)."""
-    return turn(x, *waves(x, position, base))
+    """Rotate x (B, H, N, D), D even, by the angles of integer positions (B, N)."""
+    return rotate_by(x, *cos_sin(x, position, base))
 
 
-def waves(x: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (B, 1, N, D/2) of the angles at which x (B, H, N, D) is turned."""
+def cos_sin(x: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, 1, N, D/2) of the angles for x (B, H, N, D)."""
     half = x.shape[-1] // 2
     # In float32 the angle at position 10^6 is off by 0.06.
-    wide = torch.float32 if x.device.type == "mps" else torch.float64
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angle = position[:, None, :, None].to(wide) * frequency
+    precise = torch.float32 if x.device.type == "mps" else torch.float64
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=precise) / half)
+    angle = position[:, None, :, None].to(precise) * frequency
     dtype = torch.promote_types(x.dtype, torch.float32)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The pairs of channels of x (B, H, N, D) turned by the angles of `waves`."""
+def rotate_by(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the channel pairs of x (B, H, N, D) by the angles whose cosines and sines are given."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def positions(start: Tensor, length: int, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Positions (B, N) of the next tokens, which count each row's real tokens, and `start` (B,) for those after them."""
+    """Positions (B, N) of the next tokens, counting the real tokens of each row, and the `start` (B,) of the tokens after."""
     if key_padding_mask is None:
         steps = torch.arange(length, device=start.device)
         return start[:, None] + steps, start + length

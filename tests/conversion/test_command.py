@@ -368,7 +368,7 @@ def places(llama, text, tmp_path):
         ("LLAMA --method linear --text HERE", "calibration text is a file, plain or .xz or .gz; got the folder HERE"),
         ("HERE/holed --method linear", "the weights in HERE/holed are not those of LlamaForCausalLM"),
         ("LLAMA --method linear --text TEXT --repair lora --dtype float16", "float32, bfloat16 or float64; got float16"),
-        ("LLAMA --method linear --seed 99999999999999999999", "seed is a whole number from 0 to 2^31 - 1; got 9999"),
+        ("LLAMA --method linear --seed 99999999999999999999", "seed must be a whole number from 0 to 2^31 - 1; got 9999"),
         ("LLAMA --method linear --text TEXT --repair lora --lora-lr 0", "lr is a finite number above 0; got 0.0"),
         (
             "LLAMA --method linear --text TEXT --repair align --align-steps 0",

@@ -272,7 +272,7 @@ def test_refusals(batches):
         ({"lr": float("nan")}, "lr is a finite number above 0; got nan"),
         ({"minutes": -1}, "minutes are above 0; got -1"),
         ({"held_out": 1}, "held_out is a share from 0 to below 1; got 1"),
-        ({"seed": 1.5}, "seed is a whole number from 0"),
+        ({"seed": 1.5}, "seed must be a whole number from 0"),
         ({"precision": "fp8"}, "precision is fp32 or bf16; got 'fp8'"),
     ],
 )

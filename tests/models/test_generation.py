@@ -232,7 +232,7 @@ def test_a_cache_of_another_method_is_refused_and_unchanged():
     ids, _ = tokens()
     cache = linear(ids).past_key_values
     state = cache.layers[0].state
-    with pytest.raises(sq.StateError, match="made by Linear"):
+    with pytest.raises(sq.StateError, match="the method that made it, Linear"):
         taylor(ids, past_key_values=cache)
     assert cache.layers[0].state is state
     assert cache.get_seq_length() == 13

@@ -142,7 +142,7 @@ def test_same_seed_same_picture_and_the_callers_generator_is_left_alone():
         ({"heads": 0}, "heads must be"),
         ({"head_dim": -1}, "head_dim must be"),
         ({"seed": -1}, "seed is a whole number"),
-        ({"is_causal": 1}, "is_causal is True or False"),
+        ({"is_causal": 1}, "is_causal must be True or False"),
     ],
 )
 def test_bad_sizes(bad, rule):

@@ -441,7 +441,7 @@ def test_methods_that_cannot_be_trained_are_refused(run):
             run(data=folder)
     with pytest.raises(sq.InputError, match="precision is fp32 or bf16; got 'fp8'"):
         run(precision="fp8")
-    with pytest.raises(sq.InputError, match="seed is a whole number from 0"):
+    with pytest.raises(sq.InputError, match="seed must be a whole number from 0"):
         run(settings=replace(SETTINGS, seed=2**40))
 
 

@@ -1,9 +1,9 @@
-"""How much each key counts inside a chunk, and how the sums before it fade: the weights behind the causal form.
+"""The weights of the causal form: of each key inside a chunk, and of the sums before the chunk.
 
 A key enters as phi = e^b f. Weights are kept relative to a level, the largest b so far, and the sums are rescaled when the
-level rises: every factor is then at most 1, whatever the keys are.
+level rises. Every factor is then at most 1, whatever the keys are.
 
-B batch, K key-value heads, G queries a group, Dv value channels, m features, c chunks of C tokens.
+B batch, K key-value heads, G query heads per key-value head, Dv value channels, m features, c chunks of C tokens.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import Tensor
 
 from subquad.masks import causal
 
-CHUNK = 64  # tokens of the masked product inside a chunk
-_EXACT_CHUNK = 16  # where every channel has a level of its own at every token: a product of size C * C * m
-_SAFE_RISE = 60.0  # e^60 and e^-60 are far inside float32
+CHUNK = 64  # tokens per chunk
+_EXACT_CHUNK = 16  # if each channel has its own level at each token, which takes a product of size C * C * m
+_SAFE_RISE = 60.0  # e^60 and e^-60 are well inside the range of float32
 
 
 @dataclass(frozen=True)
 class Weights(ABC):
-    """What each key of a chunk, and the sums before it, count for at each query of the chunk."""
+    """The weights at each query of a chunk: of the chunk's keys, and of the sums before the chunk."""
 
-    since: Tensor | None  # (B, K, c, C or 1, 1 or m): at query i, of the sums. None: 1
+    since: Tensor | None  # (B, K, c, C or 1, 1 or m): of the sums, at query i. None: 1
     level: Tensor | None  # (B, K, 1, 1 or m), after the last chunk
     chunk: int
 
     @property
     def decay(self) -> Tensor | None:
-        """What the sums before the chunk count for at its end: (B, K, c, 1, 1 or m)."""
+        """The weight of the sums before the chunk at its end: (B, K, c, 1, 1 or m)."""
         return None if self.since is None else self.since[..., -1:, :]
 
     def read(self, fq: Tensor, S: Tensor) -> Tensor:
-        """fq (B, K, c, G, C, m) with the sums before its chunk: (B, K, c, G, C, Dv + 1)."""
+        """fq (B, K, c, G, C, m) times the sums before its chunk: (B, K, c, G, C, Dv + 1)."""
         since = None if self.since is None else self.since.unsqueeze(3)
         if since is not None and since.shape[-1] > 1:
             fq, since = fq * since, None
@@ -45,14 +45,14 @@ class Weights(ABC):
 
     @abstractmethod
     def scores(self, fq: Tensor) -> Tensor:
-        """fq (B, K, c, G, C, m) with the keys of its chunk: (B, K, c, G, C, C), 0 above the diagonal."""
+        """fq (B, K, c, G, C, m) times the keys of its chunk: (B, K, c, G, C, C), 0 above the diagonal."""
 
     @abstractmethod
     def sums(self, value: Tensor) -> Tensor:
         """What the chunk adds to the sums at its end: (B, K, c, m, Dv + 1)."""
 
     def total(self, z: Tensor) -> Tensor:
-        """sum_j phi(k_j) up to each query, z (B, K, c, 1, m) being that sum before the chunk: (B, K, c, C, m)."""
+        """sum_j phi(k_j) up to each query: (B, K, c, C, m). z (B, K, c, 1, m) is that sum before the chunk."""
         return self._inside() + (z if self.since is None else self.since * z)
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Weights(ABC):
 
 @dataclass(frozen=True)
 class _Equal(Weights):
-    """The keys of a chunk count alike, wherever the query stands."""
+    """A key has the same weight for all queries of its chunk."""
 
     phi: Tensor  # (B, K, c, C, m)
 
@@ -80,10 +80,10 @@ class _ByPair(Weights):
     """Each query weighs each key by a factor."""
 
     f: Tensor  # (B, K, c, C, m)
-    within: Tensor  # (B, K, c, C, C), or its last row (B, K, c, 1, C) where only that matters
+    within: Tensor  # (B, K, c, C, C), or its last row (B, K, c, 1, C) if only that matters
 
     def scores(self, fq: Tensor) -> Tensor:
-        return (_products(fq, self.f) * self.within.unsqueeze(3)).tril_()  # 0 times a NaN of the future would be NaN
+        return (_products(fq, self.f) * self.within.unsqueeze(3)).tril_()  # because 0 times a NaN of a later key is NaN
 
     def sums(self, value: Tensor) -> Tensor:
         return self.f.mT @ (value * self.within[..., -1, :].unsqueeze(-1))
@@ -94,7 +94,7 @@ class _ByPair(Weights):
 
 @dataclass(frozen=True)
 class _ByChannel(Weights):
-    """Each query weighs each channel of each key by a factor; the features themselves are 1."""
+    """Each query weighs each channel of each key by a factor; f is 1."""
 
     within: Tensor  # (B, K, c, C, C, m)
 
@@ -113,7 +113,7 @@ def _products(fq: Tensor, f: Tensor) -> Tensor:
 
 
 def equal(phi: Tensor) -> Weights:
-    """Keys without b: phi (B, K, c, C, m)."""
+    """phi (B, K, c, C, m), without b."""
     return _Equal(None, None, phi.shape[3], phi)
 
 
@@ -124,7 +124,7 @@ def levelled_by_key(f: Tensor, b: Tensor, level: Tensor) -> Weights:
 
 
 def levelled_by_channel(b: Tensor, level: Tensor) -> Weights:
-    """phi = e^b, b (B, K, c, C, m). The chunks may come out shorter."""
+    """phi = e^b, b (B, K, c, C, m). The chunks of the result may be shorter."""
     tops = _tops(b, level)
     if _rises_gently(b, tops, level):
         return _relative_to_tops(b, tops, level)
@@ -135,7 +135,7 @@ def levelled_by_channel(b: Tensor, level: Tensor) -> Weights:
 
 
 def levelled_by_chunk(f: Tensor | None, b: Tensor, level: Tensor) -> Weights:
-    """phi = e^b f, b (B, K, c, C, 1), or phi = e^b, b (B, K, c, C, m), where only the sums at the chunks' ends matter."""
+    """phi = e^b f, b (B, K, c, C, 1), or phi = e^b, b (B, K, c, C, m), if only the sums at the ends of chunks matter."""
     tops = _tops(b, level)
     if f is None:
         return _relative_to_tops(b, tops, level)
@@ -143,14 +143,14 @@ def levelled_by_chunk(f: Tensor | None, b: Tensor, level: Tensor) -> Weights:
     return _ByPair((before - tops).exp(), end, b.shape[3], f, (b - tops).exp_().mT)
 
 
-def gated(f: Tensor, log_gate: Tensor) -> Weights:
-    """Weights prod g_t over j < t <= i, summed in log space without subtracting running totals."""
-    length = log_gate.shape[3]
+def decayed(f: Tensor, log_decay: Tensor) -> Weights:
+    """Weights prod_t g_t over j < t <= i, summed in log space without subtracting running totals; log g (B, K, c, C, 1)."""
+    length = log_decay.shape[3]
     allowed = causal(length, length, f.device)
     later = allowed & ~torch.eye(length, dtype=torch.bool, device=f.device)  # t > j
-    passed = log_gate.expand(*log_gate.shape[:-1], length).masked_fill(~later, 0.0).cumsum(-2)
+    passed = log_decay.expand(*log_decay.shape[:-1], length).masked_fill(~later, 0.0).cumsum(-2)
     within = passed.masked_fill_(~allowed, -math.inf).exp_()
-    return _ByPair(log_gate.cumsum(-2).exp(), None, length, f, within)
+    return _ByPair(log_decay.cumsum(-2).exp(), None, length, f, within)
 
 
 def _relative(b: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +166,7 @@ def _relative(b: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _relative_to_tops(b: Tensor, tops: Tensor, level: Tensor) -> Weights:
-    """Relative to the largest b up to the end of each chunk: then its keys count alike for all its queries."""
+    """Relative to the largest b up to the end of each chunk, so that a key has the same weight for all queries of its chunk."""
     before, end = _before(tops, level)
     return _Equal((before - tops).exp(), end, b.shape[3], (b - tops).exp_())
 
@@ -177,13 +177,13 @@ def _tops(b: Tensor, level: Tensor) -> Tensor:
 
 
 def _rises_gently(b: Tensor, tops: Tensor, level: Tensor) -> bool:
-    """Whether no channel rises so far inside a chunk that its earlier keys would vanish. False where that can't be read."""
+    """Whether no channel rises so far inside a chunk that its earlier keys would vanish. False if the values are unknown."""
     if torch.compiler.is_compiling() or not b.numel():
         return False
     first = torch.maximum(_before(tops, level)[0], b.detach()[..., :1, :])  # the level at the chunk's first token
     try:
         return bool((tops - first).max() <= _SAFE_RISE)
-    except RuntimeError:  # meta and fake tensors, vmap: no value to look at
+    except RuntimeError:  # meta tensors, fake tensors and vmap have no values to look at
         return False
 
 

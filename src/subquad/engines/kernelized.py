@@ -28,8 +28,8 @@ from subquad.engines.call import Call
 from subquad.engines.chunk_weights import (
     CHUNK,
     Weights,
+    decayed,
     equal,
-    gated,
     levelled_by_channel,
     levelled_by_chunk,
     levelled_by_key,
@@ -165,7 +165,7 @@ class _Keys:
         f, b, log_decay = (None if t is None else t.unflatten(2, (-1, chunk)) for t in (self.f, self.b, self.log_decay))
         if b is None:
             assert f is not None
-            return equal(f) if log_decay is None else gated(f, log_decay)
+            return equal(f) if log_decay is None else decayed(f, log_decay)
         assert level is not None
         if not causal:
             return levelled_by_chunk(f, b, level)

@@ -1,4 +1,4 @@
-"""Random directions for feature maps, drawn on the CPU in float64 from a seed: the same bits wherever they are used."""
+"""Random directions for feature maps, drawn from a seed on the CPU in float64: the same bits on every device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def gaussian(count: int, dim: int, seed: int) -> Tensor:
 def orthogonal(count: int, dim: int, seed: int, *, regularized: bool = False) -> Tensor:
     """(count, dim): blocks of `dim` orthogonal rows, each row alone distributed as N(0, I).
 
-    Row lengths are chi(dim), those of Gaussian vectors; `regularized` makes them all sqrt(dim).
+    Row lengths follow chi(dim), as for Gaussian vectors; with `regularized` they are all sqrt(dim).
     """
     generator = _generator(seed)
     blocks = []
     for _ in range(0, count, dim):
         q, r = torch.linalg.qr(_normal(dim, dim, generator))
-        # Householder QR fixes the signs of R, not of Q: without this the directions are not uniform.
+        # QR leaves the signs of the rows to the algorithm: without this correction the directions are not uniform.
         blocks.append((q * r.diagonal().sign()).mT)
     directions = torch.cat(blocks)[:count]
     if regularized:
