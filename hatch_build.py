@@ -45,9 +45,7 @@ class CompileKernels(BuildHookInterface):
         target.unlink(missing_ok=True)  # a stale library must not outlive a failed build
         unfinished = target.with_suffix(".part")
         sources = sorted(path for ending in ("*.cpp", "*.h") for path in SOURCES.rglob(ending))
-        fingerprint = hashlib.sha256(
-            b"".join(path.read_bytes() for path in sources)
-        ).hexdigest()  # native_library.py checks it
+        fingerprint = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()  # native_library.py checks it
         files = [str(path) for path in sources if path.suffix == ".cpp"]
         defines = [f'-DSOURCES="{fingerprint}"', f"-I{SOURCES}"]
         command = [*compiler.split(), *ALWAYS, *flags, *defines, *files, "-o", str(unfinished)]
