@@ -1,13 +1,13 @@
-"""The kernel of the sparse engines: the plain path, pieces, barred rows, large scores, and no large tensor."""
+"""Softmax over tile groups: PyTorch without its fused kernel, pieces, empty rows, large scores, and no large tensor."""
 
 import pytest
 import torch
 
 import subquad as sq
 from subquad import reference
-from subquad.engines.block_sparse import softmax as tiles
-from subquad.engines.block_sparse.plan import BARRED, Part, Tile
+from subquad.engines.block_sparse import softmax
 from subquad.ops import dispatch, native_library
+from subquad.ops.tiles import MASKED, Tile, TileGroup
 from tests.harness import Largest, assert_close
 
 CONFIGS = [
@@ -40,7 +40,7 @@ def results(config, is_causal, length=130):
 def test_the_plain_path_equals_the_fused_one(config, is_causal, monkeypatch):
     with dispatch.disabled():
         fused = results(config, is_causal)
-        monkeypatch.setattr(tiles, "_is_fused", lambda query, key: False)
+        monkeypatch.setattr(softmax, "_has_fused_kernel", lambda query, key: False)
         plain = results(config, is_causal)
     for ours, theirs in zip(plain, fused, strict=True):
         assert_close(ours, theirs)
@@ -50,7 +50,7 @@ def test_the_plain_path_equals_the_fused_one(config, is_causal, monkeypatch):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_pieces_equal_the_whole(config, is_causal, monkeypatch):
     whole = results(config, is_causal)
-    monkeypatch.setattr(tiles, "_PIECE", 1)
+    monkeypatch.setattr(softmax, "_PIECE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with dispatch.disabled():
         pieces = results(config, is_causal)
@@ -59,15 +59,15 @@ def test_pieces_equal_the_whole(config, is_causal, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ["loops", "fused", "plain"])
-def test_a_query_whose_every_pair_is_barred(kernel, monkeypatch):
+def test_a_query_whose_pairs_are_all_masked(kernel, monkeypatch):
     if kernel != "loops":
         monkeypatch.setattr(native_library, "load", lambda: None)
     if kernel == "plain":
-        monkeypatch.setattr(tiles, "_is_fused", lambda query, key: False)
+        monkeypatch.setattr(softmax, "_has_fused_kernel", lambda query, key: False)
     q, k, v = (torch.randn(1, 1, *n, 4, dtype=torch.float64, requires_grad=True) for n in ((1, 3), (5,), (5,)))
     mask = torch.zeros(1, 1, 3, 5, dtype=torch.float64)
-    mask[:, :, 1] = BARRED
-    out, empty = tiles.attend([Part(q, k, v, [Tile(0, 3, 1, 0, 0, 5, mask)])], 3, 0.5)
+    mask[:, :, 1] = MASKED
+    out, empty = softmax.attend([TileGroup(q, k, v, [Tile(0, 3, 1, 0, 0, 5, mask)])], 3, 0.5)
     assert empty.tolist() == [[False, True, False]]
     assert (out[0, 1] == 0).all()
     assert (out[0, 0] != 0).all()
@@ -76,19 +76,19 @@ def test_a_query_whose_every_pair_is_barred(kernel, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ["loops", "pytorch"])
-def test_parts_may_show_a_query_several_times(kernel, monkeypatch):
-    """Rows that `place` repeats are merged, and row N is forgotten."""
+def test_several_queries_may_share_an_output_row(kernel, monkeypatch):
+    """Rows that `output_row` repeats are merged, and row N is discarded."""
     if kernel != "loops":
         monkeypatch.setattr(native_library, "load", lambda: None)
     q, k, v = (torch.randn(1, 1, *n, 4, dtype=torch.float64) for n in ((1, 2), (6,), (6,)))
-    split = Part(
+    split = TileGroup(
         torch.cat([q, q, q[:, :, :, :1]], dim=3),
         k,
         v,
         [Tile(0, 2, 2, 0, 3, 3), Tile(4, 1, 1, 0, 0, 6)],
         torch.tensor([[0, 1, 0, 1, 2]]),
     )
-    out, _ = tiles.attend([split], 2, 1.0)
+    out, _ = softmax.attend([split], 2, 1.0)
     assert_close(out[0], (q[0, 0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0])
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.families.random_blocks import _mix, drawn, head_keys, reservoir
+from subquad.families.random_blocks import _mix, draw_blocks, head_keys, reservoir_samples
 from tests.harness import DIM, HEADS, VALUE_DIM, Case, assert_close, inputs
 
 HEAVY = 6.0  # standard deviations
@@ -11,7 +11,7 @@ HEAVY = 6.0  # standard deviations
 def draws(blocks, count, *, keys=None, first=1, last=1, side=1):
     """What each block of queries draws, in each head: (heads, blocks, count)."""
     keys = head_keys(3, 0) if keys is None else keys
-    return drawn(keys[:, None], torch.arange(blocks), torch.tensor(blocks), count, first=first, last=last, side=side)
+    return draw_blocks(keys[:, None], torch.arange(blocks), torch.tensor(blocks), count, first=first, last=last, side=side)
 
 
 def weights_of(config, length, **options):
@@ -35,9 +35,9 @@ def test_draws_differ_between_heads_and_seeds():
     assert not any(torch.equal(a, b) for a in one for b in other)
     assert len(head_keys(1000, 0).unique()) == 1000
     assert torch.equal(head_keys(5, 7)[:3], head_keys(3, 7))
-    causal = reservoir(head_keys(3, 0), 3, 200)
+    causal = reservoir_samples(head_keys(3, 0), 3, 200)
     assert not any(torch.equal(causal[a], causal[b]) for a in range(3) for b in range(a))
-    assert not torch.equal(causal, reservoir(head_keys(3, 1), 3, 200))
+    assert not torch.equal(causal, reservoir_samples(head_keys(3, 1), 3, 200))
 
 
 @torch.no_grad()
@@ -89,14 +89,14 @@ def test_the_draws_of_one_head_cover_the_whole_sequence_evenly():
 @pytest.mark.parametrize("number", [4, 10, 31])
 def test_the_reservoir_is_uniform(count, number):
     heads = 4000
-    found = reservoir(head_keys(heads, 2), count, 40)[:, number]
+    found = reservoir_samples(head_keys(heads, 2), count, 40)[:, number]
     assert (found.sort(-1).values.diff(dim=-1) > 0).all()
     assert_uniform(torch.bincount(found.flatten(), minlength=number).double(), heads, count / number)
 
 
 def test_what_the_reservoir_lets_go_never_returns():
     count, total = 3, 300
-    samples = reservoir(head_keys(20, 0), count, total).tolist()
+    samples = reservoir_samples(head_keys(20, 0), count, total).tolist()
     for head in samples:
         gone, before = set(), set()
         for number, sample in enumerate(head):
@@ -112,14 +112,14 @@ def test_what_the_reservoir_lets_go_never_returns():
 def test_the_reservoir_does_not_depend_on_the_length():
     keys = head_keys(4, 0)
     for count in (1, 2, 5):
-        long = reservoir(keys, count, 100)
-        assert torch.equal(long, reservoir(keys, count, 100))
+        long = reservoir_samples(keys, count, 100)
+        assert torch.equal(long, reservoir_samples(keys, count, 100))
         for total in (0, 1, 2, 7, 50):
-            short = reservoir(keys, count, total)
+            short = reservoir_samples(keys, count, total)
             assert short.shape == (4, total + 1, count)
             assert torch.equal(short, long[:, : total + 1])
         for head in range(4):  # and on no other head
-            assert torch.equal(reservoir(keys[head : head + 1], count, 100)[0], long[head])
+            assert torch.equal(reservoir_samples(keys[head : head + 1], count, 100)[0], long[head])
 
 
 @torch.no_grad()

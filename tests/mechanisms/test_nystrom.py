@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines.low_rank import pinv, segment_means, segments
+from subquad.engines.low_rank import pinv, segment_means, segment_members
 
 
 def qkv(length, dtype=torch.float64):
@@ -12,9 +12,9 @@ def qkv(length, dtype=torch.float64):
 def test_segments():
     real = torch.tensor([[True] * 7, [False, True, True, False, True, True, True], [False] * 4 + [True] * 2 + [False]])
     x = torch.arange(7.0).expand(3, 1, 7)[..., None]
-    found = [row.float().argmax(0).masked_fill(~row.any(0), -1).tolist() for row in segments(real, x, 3)]
+    found = [row.float().argmax(0).masked_fill(~row.any(0), -1).tolist() for row in segment_members(real, x, 3)]
     assert found == [[0, 0, 0, 1, 1, 2, 2], [-1, 0, 0, -1, 1, 1, 2], [-1, -1, -1, -1, 0, 1, -1]]
-    means = segment_means(x, segments(real, x, 3))[:, 0, :, 0]
+    means = segment_means(x, segment_members(real, x, 3))[:, 0, :, 0]
     torch.testing.assert_close(means, torch.tensor([[1.0, 3.5, 5.5], [1.5, 4.5, 6.0], [4.0, 5.0, 0.0]]))
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines.low_rank import truncate
+from subquad.engines.low_rank import truncate_rank
 from tests.harness import assert_close
 
 
@@ -17,19 +17,19 @@ def matrix(singular, seed=0):
 @pytest.mark.parametrize("singular", [[4, 3, 2, 1, 0.5], [4, 4, 4, 1, 1], [3, 3, 2, 0, 0], [4, 3, 3, 1, 0]])
 def test_gradient_with_repeated_and_zero_singular_values(singular):
     a = matrix(singular).requires_grad_()
-    assert torch.autograd.gradcheck(lambda a: truncate(a, 3), a)
+    assert torch.autograd.gradcheck(lambda a: truncate_rank(a, 3), a)
 
 
 @pytest.mark.parametrize("singular", [[1, 1, 1, 1, 1], [2, 1, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
 def test_where_there_is_no_derivative_it_stays_small(singular):
     a = matrix(singular).requires_grad_()
-    (grad,) = torch.autograd.grad(truncate(a, 3).sum(), a)
+    (grad,) = torch.autograd.grad(truncate_rank(a, 3).sum(), a)
     assert grad.norm() <= 2 * a.shape[-1]
 
 
 def test_a_second_derivative_is_refused():
     a = matrix([4, 3, 2, 1]).requires_grad_()
-    (grad,) = torch.autograd.grad(truncate(a, 2).square().sum(), a, create_graph=True)
+    (grad,) = torch.autograd.grad(truncate_rank(a, 2).square().sum(), a, create_graph=True)
     with pytest.raises(sq.UnsupportedError, match="first derivatives only"):
         grad.sum().backward()
 

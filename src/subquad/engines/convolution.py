@@ -1,4 +1,4 @@
-"""A convolution along the sequence: what lies beyond both ends is 0.
+"""A convolution along the sequence, with zeros beyond both ends.
 
 B batch, H query heads, K key-value heads, N tokens, Dv channels.
 """
@@ -13,9 +13,9 @@ from subquad.ops import dispatch
 
 
 def add_convolved(out: Tensor, value: Tensor, kernel: Tensor) -> Tensor:
-    """out (B, H, N, Dv), plus each query head's kernel (H, size), of odd size, over the values (B, K, N, Dv) of its head.
+    """out (B, H, N, Dv) plus the values (B, K, N, Dv) of each head, convolved with its row of kernel (H, size), size odd.
 
-    Where no graph is recorded, `out` itself may take the sum.
+    If no gradient is recorded, `out` may be changed in place.
     """
     kernel = kernel.to(value.dtype)
     if dispatch.can_use_compiled(out, value, kernel):

@@ -1,6 +1,6 @@
-"""The low-rank engine: a few summaries of the sequence stand between queries and keys.
+"""The low-rank engine: queries attend to a few summaries of the sequence instead of its keys.
 
-B batch, H query heads, K key-value heads, N tokens, D channels, m summaries.
+B batch, H query heads, K key-value heads, N tokens, M keys, D channels, m summaries.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ import torch
 from torch import Tensor
 
 from subquad.engines import dense
-from subquad.engines.block_sparse import softmax as tiles
+from subquad.engines.block_sparse import softmax
 from subquad.engines.block_sparse.key_sets import Tokens
 from subquad.masks import real_first, take_tokens
 from subquad.ops import dispatch
 from subquad.ops.double_backward import forbid_double_backward
 
-_LARGE = 2**20  # numbers of queries or keys from which the compiled loops are faster than PyTorch's kernel
+_LARGE = 2**20  # numbers in the queries or keys from which the compiled kernel is faster than PyTorch's
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """`softmax(scale q k^T) v` over the keys where `mask` (B, M) is True, zero where there are none."""
+    """`softmax(scale q k^T) v` over the keys where `mask` (B, M) is True; zero if it is nowhere."""
     sizes = query.numel(), key.numel()
     if dispatch.can_use_compiled(query, key, value, mask) and min(sizes) > 0 and max(sizes) >= _LARGE:
         x = Tokens.of(query, key, value, mask)
-        whole = x.meets(x.key, x.value, bias=x.bias)
-        out, _ = tiles.attend([whole], x.length, query.shape[-1] ** -0.5 if scale is None else scale)
+        all_pairs = x.tile_group_with(x.key, x.value, bias=x.bias)
+        out, _ = softmax.attend([all_pairs], x.length, query.shape[-1] ** -0.5 if scale is None else scale)
         return out.unflatten(0, query.shape[:2])
     return dense.attend_masked(query, key, value, None if mask is None else mask[:, None, None, :], scale)
 
 
-def bring_real_first(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """`x` (B, H, N, D) with the real tokens of each row moved to its front, in their order."""
+def real_tokens_first(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """`x` (B, H, N, D) with the real tokens of each row first, in their order."""
     return x if key_padding_mask is None else take_tokens(x, real_first(key_padding_mask)[0])
 
 
-def segments(key_padding_mask: Tensor | None, like: Tensor, count: int) -> Tensor:
-    """Which of `count` segments holds which token of `like` (B, H, N, D): (B, count, N) bool.
+def segment_members(key_padding_mask: Tensor | None, like: Tensor, count: int) -> Tensor:
+    """Which of `count` segments contains which token of `like` (B, H, N, D): (B, count, N) bool.
 
-    The r-th of n real tokens is in segment floor(r count / n), so that lengths differ by one at most; pads are in none.
-    With n <= count, a segment holds one token or none.
+    The r-th of n real tokens is in segment floor(r count / n), so lengths differ by at most one; pads are in no segment.
+    With n <= count, a segment contains at most one token.
     """
     batch, _, length, _ = like.shape
     rank = torch.arange(length, device=like.device).expand(batch, length)
@@ -53,7 +53,7 @@ def segments(key_padding_mask: Tensor | None, like: Tensor, count: int) -> Tenso
 
 
 def segment_means(x: Tensor, member: Tensor, is_even: bool = False) -> Tensor:
-    """The mean of x (B, H, N, D) over each segment: (B, H, m, D); zero for an empty one. `is_even`: all are equally long."""
+    """The mean of x (B, H, N, D) over each segment: (B, H, m, D); zero for empty ones. `is_even`: all have the same length."""
     if is_even:
         return x.unflatten(2, (member.shape[1], -1)).mean(3)
     sums = torch.einsum("bmn,bhnd->bhmd", member.to(x.dtype), x)
@@ -73,8 +73,8 @@ def pinv(a: Tensor, iterations: int) -> Tensor:
     return z.view(shape)
 
 
-def truncate(a: Tensor, rank: int) -> Tensor:
-    """The best approximation of matrices a (..., N, N) of `rank` below N, in the least squares."""
+def truncate_rank(a: Tensor, rank: int) -> Tensor:
+    """The best least-squares approximation of matrices a (..., N, N) by matrices of `rank` < N."""
     return _Truncate.apply(a, rank)  # type: ignore[no-untyped-call]
 
 
@@ -83,9 +83,9 @@ class _Truncate(torch.autograd.Function):
 
         X_ij = s_i (s_i E_ij + s_j E_ji) / (s_i^2 - s_j^2),    X_ji = s_i (s_i E_ji + s_j E_ij) / (s_i^2 - s_j^2),
 
-    X = E among the kept and 0 among the dropped. Ties inside either set do no harm, as they would in the derivative of U and V.
-    The map from dA to U X V^T is its own adjoint, so it is the backward pass too. Where a kept and a dropped
-    value are nearer than the decomposition knows them, the truncation has no derivative: those terms are left out.
+    X = E among the kept and 0 among the dropped. Unlike in the derivatives of U and V, equal values inside either set do no
+    harm. The map from dA to U X V^T is its own adjoint, so it is also the backward pass. Where a kept and a dropped value are
+    equal within the accuracy of the decomposition, the truncation has no derivative: those terms are left out.
     """
 
     @staticmethod

@@ -1,30 +1,40 @@
-"""Keys and values that a state keeps, while later queries can still see them.
+"""Decode states that keep single tokens, and drop those that no later query can see.
 
-Rows are appended in place (`GrowingTensor`). Those that no later query can see stay until there are as many of them as of the others;
-then the rows that matter move to a new buffer: a few operations a token, and never more than twice the rows that are needed.
+Rows are appended in place (`GrowingTensor`). Rows that no later query can see stay until they may be half of all; then the
+others move to a new buffer. That takes a few operations per token, and never more than about twice the rows that are needed.
 
-B batch, K key-value heads, S rows kept.
+B batch, K key-value heads, S rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from subquad.state import GrowingTensor, StateTensors
+from subquad.engines.call import Call
+from subquad.state import GrowingTensor, StateTensors, rows
 
-STEP = 256  # tokens that go on from a state at a time
-_SPARE = 64  # rows; moving fewer than that is not worth it
-
-
-def rows(part: Tensor | GrowingTensor) -> Tensor:
-    return part if isinstance(part, Tensor) else part.rows
+_STEP = 256  # tokens that continue a state at a time; their mask over all keys of the state stays small
+_MIN_ROWS = 64  # dropping fewer rows is not worth a copy
 
 
-def append(state: StateTensors, new: Mapping[str, Tensor], recorded: bool) -> StateTensors:
-    """`state` with the rows of `new` (B, K, n, ...) at the end of its parts of the same name."""
+def steps(call: Call) -> list[tuple[slice, Call]]:
+    """The call in pieces of at most `_STEP` tokens, each with its slice of the tokens."""
+    length = call.query.shape[2]
+    if length <= _STEP:
+        return [(slice(0, length), call)] if length else []
+    pieces = [slice(start, min(start + _STEP, length)) for start in range(0, length, _STEP)]
+    return [(piece, _tokens(call, piece)) for piece in pieces]
+
+
+def append_rows(state: StateTensors, new: Mapping[str, Tensor], *, recorded: bool) -> StateTensors:
+    """`state` with the rows `new` (B, K, n, ...) appended to its tensors of the same name.
+
+    `recorded`: autograd may have saved the state's tensors, so none is changed in place.
+    """
     grown = {}
     for name, x in new.items():
         old = state.get(name, x[:, :, :0])
@@ -32,18 +42,24 @@ def append(state: StateTensors, new: Mapping[str, Tensor], recorded: bool) -> St
     return {**state, **grown}
 
 
-def forget(state: StateTensors, names: Sequence[str], keep: Callable[[Tensor], Tensor], room: int) -> StateTensors:
-    """Once the rows of the parts `names` are twice `room`, only the kept ones.
+def drop_rows(state: StateTensors, names: Sequence[str], keep: Callable[[Tensor], Tensor], max_kept: int) -> StateTensors:
+    """Once the tensors `names` have at least twice `max_kept` rows, leave only those to keep.
 
-    The first of these parts (B, K, S, 1) numbers the rows, -1 for none. `keep` maps numbers (B, K, S) to bool, true for at most
-    `room` of them.
+    The first of these tensors (B, K, S, 1) numbers the rows, -1 for unused ones. `keep` maps these numbers (B, K, S) to bool,
+    and is True for at most `max_kept` of them.
     """
     number = rows(state[names[0]]).squeeze(-1)
-    if number.shape[2] < 2 * max(room, _SPARE):
+    if number.shape[2] < 2 * max(max_kept, _MIN_ROWS):
         return state
     kept = keep(number)
-    order = kept.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :room]  # (B, K, room)
+    order = kept.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :max_kept]  # (B, K, max_kept)
     number = torch.where(kept, number, -1).gather(2, order).unsqueeze(-1)
     moved = {name: rows(state[name]) for name in names[1:]}
     moved = {name: x.gather(2, order.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for name, x in moved.items()}
     return {**state, names[0]: GrowingTensor(number), **{name: GrowingTensor(x) for name, x in moved.items()}}
+
+
+def _tokens(call: Call, piece: slice) -> Call:
+    query, key, value = (x[:, :, piece] for x in (call.query, call.key, call.value))
+    mask = None if call.key_padding_mask is None else call.key_padding_mask[:, piece]
+    return replace(call, query=query, key=key, value=value, key_padding_mask=mask)

@@ -1,4 +1,4 @@
-"""What the bucketed mechanisms share: they say which bucket a token is in, the engine does the rest."""
+"""What the bucketed mechanisms share: each states the buckets of the tokens, and the bucketed engine attends inside them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from subquad.state import StateTensors
 
 _CHOSEN_PAIRS: Mapping[str, str] = {
     "cross": "a query is sorted among the keys of its own sequence, by its position in it",
-    "attn_mask": "a mask of all pairs costs the square of the length that the buckets save; use key_padding_mask for pads",
-    "dropout_p": "the fused kernel keeps no attention weights that could be dropped; put dropout on the output instead",
+    "attn_mask": "a mask of all pairs has the quadratic cost that the buckets avoid; use key_padding_mask for pads",
+    "dropout_p": "its fused kernel stores no attention weights to drop; apply dropout to the output instead",
 }
 
 
 def refuses(**more: str) -> Mapping[str, str]:
-    """What no bucketed mechanism can do, and `more`."""
+    """The reasons of every bucketed mechanism, and `more`."""
     return {**_CHOSEN_PAIRS, **more}
 
 
@@ -30,30 +30,18 @@ class Bucketed(Mechanism):
 
     @abstractmethod
     def rule(self, call: Call) -> Rule:
-        """How many buckets and rounds there are, and how far a query sees in its bucket."""
+        """The number of buckets and rounds, and how many keys of its bucket a query sees."""
 
     @abstractmethod
     def bucket_of(self, x: Tensor, call: Call) -> Tensor:
-        """The buckets (B, h, R, n) of x (B, h, n, D), which are queries or keys."""
+        """The buckets (B, h, R, n) of queries or keys x (B, h, n, D)."""
 
-    def scores(self, call: Call) -> tuple[Tensor, float]:
-        """The keys that queries are compared with, and the scale of their products."""
-        return call.key, call.key.shape[-1] ** -0.5 if call.scale is None else call.scale
+    def scored(self, call: Call) -> Call:
+        """The call with the keys and the scale that scores are computed with."""
+        return call
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         rule = self.rule(call)
         query_bucket = self.bucket_of(call.query, call)
-        key, scale = self.scores(call)
-        return bucketed.attend(
-            call.query,
-            key,
-            call.value,
-            query_bucket,
-            query_bucket if rule.shared else self.bucket_of(call.key, call),
-            rule,
-            key_padding_mask=call.key_padding_mask,
-            scale=scale,
-            seen=call.seen,
-            past=call.past,
-            return_state=call.return_state,
-        )
+        key_bucket = query_bucket if rule.shared else self.bucket_of(call.key, call)
+        return bucketed.attend(self.scored(call), query_bucket, key_bucket, rule)

@@ -1,4 +1,4 @@
-"""Random blocks of keys that depend on nothing but a key for each head and the number of the block of queries.
+"""Random blocks of keys. They depend only on an integer per head, its hash key, and the number of the block of queries.
 
 So they can be drawn for any length, in any order and on any device, with the same result.
 """
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def head_keys(heads: int, seed: int) -> Tensor:
-    """One integer for each head: (heads,)."""
+    """The hash key of each head: (heads,)."""
     return torch.randint(2**31, (heads,), generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
-def drawn(
+def draw_blocks(
     keys: Tensor,
     block: Tensor,
     blocks: Tensor,
@@ -25,31 +25,33 @@ def drawn(
     side: int,
     most: int | None = None,
 ) -> Tensor:
-    """`count` different blocks for every block of queries, but its window and the global ones: (..., count), -1 for none.
+    """`count` distinct blocks for every block of queries, outside its window and not global: (..., count), -1 for none.
 
-    No more than `most`, which says how many blocks there can be in all.
-
-    Keys, the block of queries, and how many blocks there are in all, broadcast. The window has `side` blocks to each side; the
-    `first` and `last` blocks are global.
+    Args:
+        keys, block, blocks: the heads' hash keys, the block of queries and the total number of blocks; they broadcast.
+        count: the number of blocks to draw.
+        first, last: how many blocks are global at the start and at the end.
+        side: the number of blocks in the window on each side.
+        most: an upper bound of `blocks`, and so of the number of blocks drawn.
     """
-    below = (torch.minimum(block - side, blocks - last) - first).clamp(min=0)  # to draw from, before the window
-    above = (block + side + 1).clamp(min=first)  # the first one to draw from after it
-    there = below + (blocks - last - above).clamp(min=0)
-    chosen: list[Tensor] = []
+    below = (torch.minimum(block - side, blocks - last) - first).clamp(min=0)  # the number of candidates before the window
+    above = (block + side + 1).clamp(min=first)  # the first candidate after the window
+    candidates = below + (blocks - last - above).clamp(min=0)
+    drawn: list[Tensor] = []
     for draw in range(count if most is None else min(count, most)):
-        number = _random(keys, block * count + draw) % (there - draw).clamp(min=1)
-        for taken in torch.stack(chosen).sort(0).values.unbind(0) if chosen else ():
+        number = _random(keys, block * count + draw) % (candidates - draw).clamp(min=1)
+        for taken in torch.stack(drawn).sort(0).values.unbind(0) if drawn else ():
             number = number + (number >= taken)
-        chosen.append(number)
-    numbers = torch.stack(chosen, dim=-1)
+        drawn.append(number)
+    numbers = torch.stack(drawn, dim=-1)
     found = torch.where(numbers < below[..., None], first + numbers, (above - below)[..., None] + numbers)
-    return torch.where(torch.arange(len(chosen), device=keys.device) < there[..., None], found, -1)
+    return torch.where(torch.arange(len(drawn), device=keys.device) < candidates[..., None], found, -1)
 
 
-def reservoir(keys: Tensor, count: int, total: int) -> Tensor:
-    """For each key, samples of `count` among the first n = 0, ..., total numbers: (keys, total + 1, count), -1 for none.
+def reservoir_samples(keys: Tensor, count: int, total: int) -> Tensor:
+    """For each key, samples of `count` of the first n = 0, ..., total numbers: (keys, total + 1, count), -1 for none.
 
-    Number c joins with probability count / (c + 1), in place of a random one (Vitter, 1985).
+    Number c replaces a random one with probability count / (c + 1) (Vitter, 1985).
     """
     number = torch.arange(total, device=keys.device)
     slot = torch.where(number < count, number, _random(keys[:, None], number) % (number + 1))  # (keys, total)
@@ -59,12 +61,12 @@ def reservoir(keys: Tensor, count: int, total: int) -> Tensor:
 
 
 def _random(key: Tensor, counter: Tensor) -> Tensor:
-    """An integer of 32 bits for each key and counter."""
+    """A 32-bit integer for each key and counter."""
     return _mix(key ^ _mix(counter))
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32 bits that scatters neighbours. Products stay below 2^63."""
+    """A bijection of 32-bit integers that maps neighbours far apart. Products stay below 2^63."""
     x = x & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF

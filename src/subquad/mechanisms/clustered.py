@@ -1,16 +1,16 @@
-"""Clustered attention: similar queries share their attention weights, and each sets the largest of them anew.
+"""Clustered attention: similar queries share their attention weights, and each recomputes the largest of them.
 
     o_i = m_c sum_(j in T_c) softmax_(j in T_c)(s q_i . k_j) v_j + sum_(j not in T_c) A_cj v_j,    s = 1/sqrt(D)
     A_cj = softmax_j(s q_c . k_j),    m_c = sum_(j in T_c) A_cj
 
-for query i of cluster c; q_c is the mean query of the cluster, and T_c the k keys of largest A_c. Queries are clustered in each
-head by k-means in Hamming space: the code of a query is the signs of random projections; centroids start as the codes of
-queries, at equal steps, and become the signs of the sum of their members' codes. Which cluster a query joins, and which keys
-are T_c, takes no gradient; mean queries do.
+for query i of cluster c; q_c is the mean query of the cluster, and T_c the k keys of largest A_c. In each head, queries are
+clustered by k-means in Hamming space: the code of a query is the signs of random projections; the initial centroids are the
+codes of equally spaced queries, and each iteration replaces them by the signs of the sum of their members' codes. No gradient
+flows through the choice of clusters and of T_c; it flows through the mean queries.
 
 Vyas, Katharopoulos and Fleuret, 2020. O(N C bits iterations + (C M + N k) D) time, never N M pairs.
 
-Where there are as many queries as keys, the pads of the keys are taken for pads of the queries too, which shape no cluster.
+With as many queries as keys, the padding mask applies to the queries too: their pads do not influence the clusters.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ INFO = Info(
     name="clustered",
     family="bucketed",
     engine="clustered",
-    idea="similar queries share the attention of their mean, and each weighs the keys that matter most for itself",
+    idea="similar queries share the attention of their mean, and each recomputes the weights of the most important keys",
     paper="Vyas et al., 2020, Fast Transformers with Clustered Attention, arXiv:2007.04825",
     time="O(N C bits iterations + (C M + N k) D)",
     memory="O(N (bits + D) + C k)",
-    random="the directions whose signs are the codes",
+    random="the projections whose signs are the codes",
     refuses={
         "is_causal": "clusters are formed over all queries, later ones included",
-        "decoder_cross": "clusters are formed over all queries, so that each would see those after it",
-        "attn_mask": "queries of a cluster share their weights, so no pair of a query and a key can be masked alone",
-        "dropout_p": "queries of a cluster share their weights, so none is dropped alone; put dropout on the output instead",
-        "decode": "every new query would change the clusters of those before",
+        "decoder_cross": "clusters are formed over all queries, so each would depend on later ones",
+        "attn_mask": "queries of a cluster share their weights, so no single pair can be masked",
+        "dropout_p": "queries of a cluster share their weights, so no single one can be dropped; drop outputs instead",
+        "decode": "every new query would change the clusters of earlier ones",
     },
 )
 
@@ -50,11 +50,11 @@ class Clustered(Mechanism):
     """Attention from clusters of queries.
 
     Args:
-        clusters: C, at most; never more than there are queries.
-        topk: k, the keys of each cluster that its queries weigh for themselves; 0 for none.
-        bits: of a query's code.
-        iterations: of k-means, always all of them.
-        seed: what the directions are drawn from.
+        clusters: C, the number of clusters; with fewer queries, that of the queries.
+        topk: k, the number of keys per cluster whose weights each query recomputes; 0 for none.
+        bits: the length of a query's code.
+        iterations: the number of iterations of k-means.
+        seed: the seed of the projections.
     """
 
     info: ClassVar[Info] = INFO
@@ -73,15 +73,6 @@ class Clustered(Mechanism):
         return {"projection": gaussian(self.bits, sizes.head_dim, self.seed)}
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
-        out = clustered.attend(
-            call.query,
-            call.key,
-            call.value,
-            call.weights["projection"],
-            clusters=self.clusters,
-            iterations=self.iterations,
-            topk=self.topk,
-            scale=call.key.shape[-1] ** -0.5 if call.scale is None else call.scale,
-            key_padding_mask=call.key_padding_mask,
-        )
+        projection = call.weights["projection"]
+        out = clustered.attend(call, projection, clusters=self.clusters, iterations=self.iterations, topk=self.topk)
         return out, None

@@ -1,4 +1,4 @@
-"""Induced attention: learned points read the sequence, and the queries read the points.
+"""Induced attention: learned points attend to the sequence, and the queries attend to the points.
 
     h = softmax(s I k^T),    o_i = sum_p softmax_p(s q_i . (h k)_p) (h v)_p,    I (m, D) learned for each head,  s = 1/sqrt(D)
 
@@ -24,18 +24,18 @@ INFO = Info(
     name="induced",
     family="low_rank",
     engine="low_rank",
-    idea="a few learned points attend to all keys, and every query attends to what the points have read",
+    idea="a few learned points attend to all keys, and every query attends to the results",
     paper="Lee et al., 2019, Set Transformer, arXiv:1810.00825",
     replaces_softmax=True,
     time="O((N + M) m D)",
     memory="O((N + M) D)",
     parameters="the points",
     refuses={
-        "is_causal": "its points read the whole sequence, the future included",
-        "decode": "its points read the whole sequence, so a new token changes all of them",
-        "attn_mask": "queries meet keys through the points only, so no pair of a query and a key can be masked alone",
-        "dropout_p": "queries meet keys through the points only, so no weight of a pair can be dropped",
-        "functional": "it learns its points; use subquad.Attention(dim, heads, method='induced') or "
+        "is_causal": "its points attend to the whole sequence, including the future",
+        "decode": "its points attend to the whole sequence, so a new token changes all results",
+        "attn_mask": "queries attend to keys through the points, so no single pair can be masked",
+        "dropout_p": "queries attend to keys through the points, so no weight of a single pair can be dropped",
+        "functional": "its points are learned; use subquad.Attention(dim, heads, method='induced') or "
         "Induced().build(heads=..., head_dim=...)",
     },
 )
@@ -46,7 +46,7 @@ class Induced(Mechanism):
     """Attention through learned points.
 
     Args:
-        points: m, how many points each key-value head has.
+        points: m, the number of points per key-value head.
     """
 
     info: ClassVar[Info] = INFO
@@ -56,7 +56,7 @@ class Induced(Mechanism):
         self._require_count("points")
 
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
-        return {"points": torch.randn(sizes.kv_heads, self.points, sizes.head_dim)}  # as large as keys
+        return {"points": torch.randn(sizes.kv_heads, self.points, sizes.head_dim)}  # of the size of keys
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         mask = call.key_padding_mask

@@ -1,9 +1,9 @@
-"""Linformer: keys and values compressed along the sequence by learned matrices.
+"""Linformer: learned matrices compress keys and values along the sequence.
 
     o_i = sum_r softmax_r(s q_i . (E k)_r) (F v)_r,    E, F (rank, max_length) learned,  s = 1/sqrt(D)
 
-Wang et al., 2020. O((N + M) rank D) time. Column j of E and F belongs to the j-th real token, so that n tokens use the first n
-columns, wherever pads stand, and all `rank` compressed keys at any n.
+Wang et al., 2020. O((N + M) rank D) time. Column j of E and F belongs to the j-th real token, so n tokens use the first n
+columns, wherever the pads are. There are always `rank` compressed keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subquad.engines.call import Call
 from subquad.engines.dense import attend_masked
-from subquad.engines.low_rank import bring_real_first
+from subquad.engines.low_rank import real_tokens_first
 from subquad.errors import InputError
 from subquad.families.base import Info, Mechanism, Sizes
 from subquad.masks import zero_pads
@@ -29,18 +29,18 @@ INFO = Info(
     name="linformer",
     family="low_rank",
     engine="low_rank",
-    idea="learned matrices compress keys and values along the sequence to a fixed number, to which softmax attends",
+    idea="learned matrices compress the keys and values of a sequence to a fixed number, which queries attend to",
     paper="Wang et al., 2020, Linformer: Self-Attention with Linear Complexity, arXiv:2006.04768",
     replaces_softmax=True,
     time="O((N + M) m D)",
     memory="O(M D)",
-    parameters="the compressing matrices",
+    parameters="the compression matrices",
     refuses={
-        "is_causal": "its compressed keys mix all positions, the future included",
+        "is_causal": "its compressed keys mix all positions, including future ones",
         "decode": "its compressed keys mix all positions, so a new token changes all of them",
-        "attn_mask": "a compressed key stands for all positions, so no pair of a query and a key can be masked alone",
-        "dropout_p": "its weights are of compressed keys, so no weight of a single key can be dropped",
-        "functional": "it learns its matrices; use subquad.Attention(dim, heads, method='linformer') or "
+        "attn_mask": "a compressed key mixes all positions, so no single pair can be masked",
+        "dropout_p": "its attention weights belong to compressed keys, so no weight of a single key can be dropped",
+        "functional": "its matrices are learned; use subquad.Attention(dim, heads, method='linformer') or "
         "Linformer().build(heads=..., head_dim=...)",
     },
 )
@@ -51,11 +51,11 @@ class Linformer(Mechanism):
     """Attention to compressed keys and values.
 
     Args:
-        rank: how many compressed keys there are.
-        max_length: the most keys that a call may bring, pads included.
-        share: what has matrices of its own. "none": each key-value head an E and an F. "head": all heads share one E and one F.
-            "kv": E and F are one matrix too. "layer": the same one matrix, which all layers of a model share besides. Layers on
-            their own cannot see each other: `second.mechanism.borrow_parameters(first.mechanism)`.
+        rank: the number of compressed keys.
+        max_length: the largest number of keys in a call, pads included.
+        share: which matrices are shared. "none": every key-value head has its own E and F. "head": all heads share E and F.
+            "kv": in addition E and F are one matrix. "layer": in addition all layers of a model share that matrix. For layers
+            outside a model, call `second.mechanism.borrow_parameters(first.mechanism)`.
     """
 
     info: ClassVar[Info] = INFO
@@ -84,8 +84,8 @@ class Linformer(Mechanism):
         length = call.key.shape[2]
         if length > self.max_length:
             raise InputError(
-                f"linformer has one column a key, max_length={self.max_length} of them; got {length} keys. "
-                "Build it with a larger max_length, or pass fewer keys."
+                f"linformer's matrices have one column per key, so the keys must be at most max_length={self.max_length}; "
+                f"got {length}. Build it with a larger max_length, or pass fewer keys."
             )
         key = self._compress(call, call.key, "key_projection")
         value = self._compress(call, call.value, "value_projection")
@@ -94,6 +94,6 @@ class Linformer(Mechanism):
     def _compress(self, call: Call, x: Tensor, name: str) -> Tensor:
         """(B, K, M, D) -> (B, K, rank, D)."""
         weight = call.weights[name if name in call.weights else "projection"]
-        x = upcast(bring_real_first(zero_pads(x, call.key_padding_mask), call.key_padding_mask))
+        x = upcast(real_tokens_first(zero_pads(x, call.key_padding_mask), call.key_padding_mask))
         columns = weight[..., : x.shape[2]].to(x.dtype)
         return torch.einsum("krm,bkmd->bkrd" if self.share == "none" else "rm,bkmd->bkrd", columns, x)

@@ -1,4 +1,4 @@
-"""Local attention: every query sees the keys around it.
+"""Local attention: every query attends to the keys around it.
 
     o_i = sum_j softmax_j(s q_i . k_j) v_j    over |i - j| <= window * dilation,  (i - j) mod dilation = 0
 
@@ -14,15 +14,15 @@ from subquad.engines.block_sparse import Layout
 from subquad.engines.block_sparse.key_sets import Window
 from subquad.engines.call import Call
 from subquad.families.base import Info
-from subquad.families.sparse import Pattern, refuses
+from subquad.families.sparse import SparseMechanism, refuses
 
 INFO = Info(
     name="local",
     family="sparse",
     engine="block_sparse",
-    idea="every query sees the keys within a window around it",
+    idea="every query attends to the keys within a window around it",
     paper="Child et al., 2019, Generating Long Sequences with Sparse Transformers, arXiv:1904.10509; Beltagy et al., 2020",
-    time="O(N w D), w keys to each side",
+    time="O(N w D), w keys on each side",
     memory="O(N D)",
     state="O(w D), the window",
     refuses=refuses(),
@@ -30,12 +30,12 @@ INFO = Info(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local(Pattern):
+class Local(SparseMechanism):
     """A sliding window.
 
     Args:
-        window: how many steps to each side a query sees; when causal, to the left only.
-        dilation: how many tokens a step is.
+        window: how many steps a query looks to each side; when causal, to the left only.
+        dilation: the number of tokens in a step.
     """
 
     info: ClassVar[Info] = INFO
@@ -48,4 +48,4 @@ class Local(Pattern):
 
     def layout(self, call: Call) -> Layout:
         window = Window(self.window, 0 if call.is_causal else self.window, self.dilation)
-        return Layout(groups=((None, (window,)),), is_causal=call.is_causal)
+        return Layout(head_groups=((None, (window,)),))

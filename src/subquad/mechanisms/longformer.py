@@ -1,13 +1,13 @@
-"""Longformer: a sliding window, and a few global tokens that all see and that see all.
+"""Longformer: a sliding window, and a few global tokens that attend to all tokens and are attended to by all.
 
     o_i = sum_j softmax_j(s q_i . k_j) v_j    over |i - j| <= window * d,  (i - j) mod d = 0,  or i global, or j global
 
 and j <= i when causal; d is the head's dilation. Beltagy et al., 2020. O(N (window + g) D) time for g global tokens. With
-`global_projections` the rows of global tokens use projections of their own, as the published layer does:
+`global_projections` the rows of global tokens use separate projections, as the published layer does:
 
     o_i = sum_j softmax_j(s (W_q x_i) . (W_k x_j)) W_v x_j    for global i, x the tokens
 
-The published layer counts both sides: its `attention_window` is twice our `window`.
+The published layer counts both sides: its `attention_window` is twice `window`.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines.block_sparse import Globals, Layout
+from subquad.engines.block_sparse import GlobalTokens, Layout
 from subquad.engines.block_sparse.key_sets import Window
 from subquad.engines.call import Call
 from subquad.errors import InputError, OptionError
 from subquad.families.base import Info, Sizes
-from subquad.families.sparse import Pattern, real_lengths, refuses
+from subquad.families.sparse import SparseMechanism, real_lengths, refuses
 
 INFO = Info(
     name="longformer",
     family="sparse",
     engine="block_sparse",
-    idea="a sliding window, and a few global tokens that all see and that see all",
+    idea="a sliding window, and a few global tokens that attend to all and that all attend to",
     paper="Beltagy et al., 2020, Longformer: The Long-Document Transformer, arXiv:2004.05150",
-    time="O(N (w + g) D), w keys to each side, g global tokens",
+    time="O(N (w + g) D), w keys on each side, g global tokens",
     memory="O(N D)",
     state="O((w + g) D), the window and the global tokens",
-    parameters="with global_projections=True the projections of the global rows",
+    parameters="with global_projections=True, the projections for the rows of global tokens",
     global_mask=True,
     refuses=refuses(),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Longformer(Pattern):
+class Longformer(SparseMechanism):
     """A window and global tokens.
 
     Args:
-        window: how many steps to each side a query sees; when causal, to the left only.
-        dilation: how many tokens a step is, for all heads, or one number for each.
-        num_global: how many of the first real tokens are global; a `global_mask` in a call says so instead. (How many it names
-            is read from it, which breaks the graph of torch.compile.)
-        global_projections: project the global rows' queries, and the keys and values they meet, from the tokens by weights of
-            their own. Reads the tokens, so it is built with `dim`. Rotary positions do not reach these rows.
+        window: how many steps a query looks to each side; when causal, to the left only.
+        dilation: the number of tokens in a step, for all heads or as a tuple with one number per head.
+        num_global: how many of the first real tokens are global, unless a call passes a `global_mask`. (The number of tokens in
+            a mask depends on data, which breaks the graph of torch.compile.)
+        global_projections: use separate learned projections for the rows of global tokens: for their queries, and for the keys
+            and values that they attend to. They project the tokens themselves, so the module needs their width, `dim`. Rotary
+            positions are not applied to these rows.
     """
 
     info: ClassVar[Info] = INFO
@@ -67,7 +68,7 @@ class Longformer(Pattern):
         if not isinstance(self.dilation, tuple):
             self._require_count("dilation")
         elif not self.dilation or any(isinstance(d, bool) or not isinstance(d, int) or d < 1 for d in self.dilation):
-            self._refuse("dilation", "is a whole number of at least 1, or a tuple with one for each head")
+            self._refuse("dilation", "must be a whole number of at least 1, or a tuple of them, one per head")
 
     @property
     def refuses(self) -> Mapping[str, str]:
@@ -75,8 +76,8 @@ class Longformer(Pattern):
             return self.info.refuses
         return {
             **self.info.refuses,
-            "decode": "global_projections=True gives global rows keys and values that a state does not hold",
-            "functional": "global_projections=True is learned; use subquad.Attention, or config.build(...)",
+            "decode": "with global_projections=True, global tokens attend to other keys and values than those in a state",
+            "functional": "global_projections=True needs learned weights; use subquad.Attention, or Longformer(...).build(...)",
         }
 
     @property
@@ -92,7 +93,9 @@ class Longformer(Pattern):
         if not self.global_projections:
             return {}
         if sizes.dim is None:
-            raise OptionError("longformer with global_projections=True reads the tokens: build it with their width, dim=...")
+            raise OptionError(
+                "longformer with global_projections=True projects the tokens; got no dim. Build it with their width, dim=..."
+            )
         rows = {
             "query": sizes.heads * sizes.head_dim,
             "key": sizes.kv_heads * sizes.head_dim,
@@ -107,43 +110,44 @@ class Longformer(Pattern):
     def layout(self, call: Call) -> Layout:
         if call.global_mask is not None and (call.state is not None or call.return_state):
             raise InputError(
-                "a global_mask and a decode state do not go together: a later token may be global and see every earlier key, "
-                "so none could be forgotten. Use Longformer(num_global=...)."
+                "longformer cannot decode with a global_mask: a later token might be global and attend to every earlier key, "
+                "so a state could never drop any. Use Longformer(num_global=...)."
             )
         return Layout(
-            groups=tuple((heads, (self._window(dilation, call),)) for heads, dilation in self._heads(call)),
-            is_causal=call.is_causal,
-            globals=self._globals(call),
-            chosen=call.global_mask,
-            first=self.num_global,
-            rows=self._rows(call) if self.global_projections else None,
+            head_groups=tuple((heads, (self._window(dilation, call),)) for heads, dilation in self._head_groups(call)),
+            global_tokens=self._global_tokens(call),
+            first_global=self.num_global,
+            global_rows=self._global_rows(call) if self.global_projections else None,
         )
 
     def _require_heads(self, heads: int) -> None:
         if isinstance(self.dilation, tuple) and len(self.dilation) != heads:
-            raise InputError(f"longformer's dilation has one number for each head; got {len(self.dilation)} for {heads} heads.")
+            raise InputError(
+                f"longformer's dilation must have one number per head; got {len(self.dilation)} for {heads} heads."
+            )
 
     def _window(self, dilation: int, call: Call) -> Window:
         return Window(self.window, 0 if call.is_causal else self.window, dilation)
 
-    def _heads(self, call: Call) -> list[tuple[tuple[int, ...] | None, int]]:
-        """Groups of heads, and the dilation of each."""
+    def _head_groups(self, call: Call) -> list[tuple[tuple[int, ...] | None, int]]:
+        """Groups of heads with equal dilation, and that dilation."""
         if isinstance(self.dilation, int):
             return [(None, self.dilation)]
         self._require_heads(call.query.shape[1])
-        different = sorted(set(self.dilation))
-        if len(different) == 1:
-            return [(None, different[0])]
-        return [(tuple(h for h, d in enumerate(self.dilation) if d == one), one) for one in different]
+        distinct = sorted(set(self.dilation))
+        if len(distinct) == 1:
+            return [(None, distinct[0])]
+        return [(tuple(head for head, d in enumerate(self.dilation) if d == dilation), dilation) for dilation in distinct]
 
-    def _globals(self, call: Call) -> Globals | None:
+    def _global_tokens(self, call: Call) -> GlobalTokens | None:
         """The first tokens of each row."""
         if call.global_mask is not None or not self.num_global or not call.key.shape[2]:
             return None
         index = torch.arange(min(self.num_global, call.key.shape[2]), device=call.key.device)[None]
-        return index, index < real_lengths(call)[:, None]
+        return GlobalTokens(index, index < real_lengths(call)[:, None])
 
-    def _rows(self, call: Call) -> tuple[Tensor, ...]:
+    def _global_rows(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by the separate projections."""
         assert call.hidden is not None
         x = call.hidden
         if call.key_padding_mask is not None:

@@ -1,10 +1,10 @@
-"""Pooled attention: the neighbours as they are, all tokens as means of segments.
+"""Pooled attention: exact attention to the nearest tokens, and to all tokens through means of segments.
 
     o_i = sum_j softmax_j(s q_i . k_j) v_j    over j in {t: |i - t| <= window}  and  {means of tokens p m to p m + p - 1}
 
-in one softmax; when causal over t <= i and the segments that end before i. Keys and values are pooled alike. A token in the
-window counts as itself and in its segment; a segment counts as one key. O(N (window + N/p) D) time: a fixed p divides the
-square, it does not remove it. Positions count real tokens only. This project's own definition; compare Liu et al., 2018.
+in one softmax; when causal, over t <= i and the segments that end before i. Keys and values are averaged alike. A token in the
+window counts on its own and in its segment; a segment counts as one key. O(N (window + N/p) D) time, which is still quadratic,
+but divided by p. Positions count real tokens only. Defined by this project; compare Liu et al., 2018.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from subquad.engines.block_sparse.key_sets import Window
 from subquad.engines.block_sparse.segments import Segments
 from subquad.engines.call import Call
 from subquad.families.base import Info
-from subquad.families.sparse import Pattern, refuses
+from subquad.families.sparse import SparseMechanism, refuses
 
 INFO = Info(
     name="pooled",
     family="low_rank",
     engine="block_sparse",
-    idea="the keys within a window, and all keys as means of segments, in one softmax",
+    idea="the keys within a window and the means of all segments of keys, in one softmax",
     paper="this project; compare Liu et al., 2018, Generating Wikipedia by Summarizing Long Sequences, arXiv:1801.10198",
-    time="O(N (w + N/p) D), w keys to each side, segments of p",
+    time="O(N (w + N/p) D), w keys on each side, segments of p tokens",
     memory="O(N D)",
-    state="O((w + p + T/p) D), the window, the finished segments and the tokens of the last",
+    state="O((w + p + T/p) D), the window, the complete segments and the tokens of the last one",
     state_grows=True,
     refuses=refuses(),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pooled(Pattern):
-    """A window and means.
+class Pooled(SparseMechanism):
+    """A window and means of segments.
 
     Args:
-        stride: p, how many tokens a segment has.
-        window: how many tokens to each side a query sees as they are; when causal, to the left only.
+        stride: p, the number of tokens in a segment.
+        window: how many tokens to each side a query attends to directly; when causal, to the left only.
     """
 
     info: ClassVar[Info] = INFO
@@ -53,4 +53,4 @@ class Pooled(Pattern):
     def layout(self, call: Call) -> Layout:
         window = Window(self.window, 0 if call.is_causal else self.window)
         segments = Segments(self.stride, call.is_causal)
-        return Layout(groups=((None, (window, segments)),), is_causal=call.is_causal, segments=segments)
+        return Layout(head_groups=((None, (window, segments)),))

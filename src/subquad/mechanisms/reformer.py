@@ -1,24 +1,25 @@
-"""Reformer: tokens that hash alike see each other.
+"""Reformer: tokens with the same hash attend to each other.
 
-    h(x) = argmax [xR; -xR],    R random, D x b/2, anew in every round and head
+    h(x) = argmax [xR; -xR],    R random, D x b/2, one for every round and head
 
-A query sees, of the tokens with its hash, those in its own chunk and the one before when all are sorted by (hash, position);
-several rounds show it the union. Queries and keys are one vector, and keys have unit length:
+Tokens are sorted by (hash, position) and cut into chunks. A query attends to the tokens with its hash in its own chunk and the
+one before; with several rounds, to the union over all of them. Queries and keys are the same vectors, and keys have unit
+length:
 
-    o_i = sum_j softmax_j(q_i . q_j/|q_j|) v_j    over the j that i sees, j != i; i itself only if it sees no other
+    o_i = sum_j softmax_j(q_i . q_j/|q_j|) v_j    over these j != i; over i itself only if there are no others
 
 There is no 1/sqrt(D): the authors give keys the length sqrt(D) and then divide by it. Kitaev et al., 2020. O(N R C D) time for
-R rounds and chunks of C, and O(R N log N) for sorting.
+R rounds and chunks of C tokens, and O(R N log N) for sorting.
 
-Chunk borders move when later tokens join a bucket, so the published causal form leaks which keys are seen. Here a causal query
-sees the last C earlier tokens of its bucket. With `shared_qk=False` queries and keys are hashed apart, scores are those of
-softmax attention, and a query sees its own key besides.
+The borders of chunks move when later tokens join a bucket, so in the published causal form later tokens decide which keys a
+query attends to. Here a causal query attends to the last C earlier tokens of its bucket. With `shared_qk=False` queries and
+keys are hashed separately, scores are those of softmax attention, and a query also attends to its own key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -36,9 +37,9 @@ INFO = Info(
     name="reformer",
     family="bucketed",
     engine="bucketed",
-    idea="tokens that a random rotation hashes alike see each other, in a few rounds",
+    idea="tokens that random rotations hash to the same bucket attend to each other, in a few rounds",
     paper="Kitaev et al., 2020, Reformer: The Efficient Transformer, arXiv:2001.04451",
-    time="O(N R (C D + log N)), R rounds, chunks of C",
+    time="O(N R (C D + log N)), R rounds, chunks of C tokens",
     memory="O(N R (C + D)), without gradients for one head at a time",
     state="O(R b C D), the last C tokens of each of b buckets in R rounds",
     random="the rotations",
@@ -51,11 +52,11 @@ class Reformer(Bucketed):
     """Locality-sensitive hashing attention.
 
     Args:
-        buckets: b, how many hashes there are; even.
-        chunk: C, how far a query sees among the tokens with its hash.
-        rounds: R, how often to hash; more rounds miss fewer keys.
-        shared_qk: one vector is query and key, as published: pass the same tensor twice. False takes two.
-        seed: what the rotations are drawn from.
+        buckets: b, the number of hash values; even.
+        chunk: C, the number of tokens in a chunk.
+        rounds: R, the number of hashes; more rounds miss fewer keys.
+        shared_qk: queries and keys are the same vectors, as published: pass one tensor as both. False: they differ.
+        seed: the seed of the rotations.
     """
 
     info: ClassVar[Info] = INFO
@@ -68,7 +69,7 @@ class Reformer(Bucketed):
     def __post_init__(self) -> None:
         self._require_count("buckets", "chunk", "rounds")
         if self.buckets % 2:
-            self._refuse("buckets", "is even, since every direction has its opposite")
+            self._refuse("buckets", "must be even, since every direction has an opposite")
         self._require_flag("shared_qk")
         self._require_seed()
 
@@ -80,7 +81,10 @@ class Reformer(Bucketed):
     def refuses(self) -> Mapping[str, str]:
         if not self.shared_qk:
             return self.info.refuses
-        return {**self.info.refuses, "enable_gqa": "queries and keys are one, so they have the same heads; use shared_qk=False"}
+        return {
+            **self.info.refuses,
+            "enable_gqa": "queries and keys are the same vectors, so they have the same heads; use shared_qk=False",
+        }
 
     def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -101,8 +105,8 @@ class Reformer(Bucketed):
         found = torch.where(u.gather(-1, found) < 0, found + self.buckets // 2, found).squeeze(-1)  # (B, K, G n, R)
         return found.unflatten(2, (heads // rotations.shape[0], length)).flatten(1, 2).mT
 
-    def scores(self, call: Call) -> tuple[Tensor, float]:
+    def scored(self, call: Call) -> Call:
         if not self.shared_qk:
-            return super().scores(call)
+            return call
         key = unit_vectors(zero_pads(upcast(call.key), call.key_padding_mask))
-        return key, 1.0 if call.scale is None else call.scale
+        return replace(call, key=key, scale=1.0 if call.scale is None else call.scale)

@@ -1,15 +1,16 @@
-"""Routing attention: tokens that are near the same centroid see each other.
+"""Routing attention: tokens that are near the same centroid attend to each other.
 
-    c(x) = argmax_c  x/|x| . mu_c        mu_c the centroids, of unit length, one set a head, for queries and keys alike
+    c(x) = argmax_c  x/|x| . mu_c        mu_c the centroids, of unit length, one set per head, for queries and keys alike
 
-A query sees, of the keys near its centroid, those in the chunk that holds its place and the one before when all are sorted by
-(centroid, position), when causal the last C earlier ones, and its own key:
+Keys are sorted by (centroid, position) and cut into chunks. A query attends to its own key, and to the keys with its centroid
+in the chunk where it would be sorted and in the one before; when causal, to the last C earlier ones:
 
-    o_i = sum_j softmax_j(s q_i . k_j) v_j    over the j that i sees
+    o_i = sum_j softmax_j(s q_i . k_j) v_j    over these j
 
-Roy et al., 2021. O(N (C + b) D) time for chunks of C and b centroids. In training, centroids follow the tokens near them by a
-moving average, mu <- decay mu + (1 - decay) mean, brought back to unit length. The published form lets every centroid choose
-its nearest tokens, which reads the future and leaves tokens without a centroid; here every token has its nearest one.
+Roy et al., 2021. O(N (C + b) D) time for chunks of C tokens and b centroids. In training, centroids follow the tokens near them
+by a moving average, mu <- decay mu + (1 - decay) mean, scaled back to unit length. In the published form every centroid selects
+its nearest tokens, which depends on the future and leaves some tokens without a centroid; here every token selects its nearest
+centroid.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ INFO = Info(
     name="routing",
     family="bucketed",
     engine="bucketed",
-    idea="tokens near the same centroid see each other; centroids follow the tokens in training",
+    idea="tokens near the same centroid attend to each other; centroids follow the tokens in training",
     paper="Roy et al., 2021, Efficient Content-Based Sparse Attention with Routing Transformers, arXiv:2003.05997",
-    time="O(N ((C + b) D + log N)), chunks of C, b centroids",
+    time="O(N ((C + b) D + log N)), chunks of C tokens, b centroids",
     memory="O(N (C + D)), without gradients for one head at a time",
     state="O(b C D), the last C tokens near each of b centroids",
-    random="the centroids' initial values",
+    random="the initial values of the centroids",
     updates="the centroids, by a moving average of the tokens near them",
     refuses=refuses(),
 )
@@ -49,11 +50,11 @@ class Routing(Bucketed):
     """Online k-means attention.
 
     Args:
-        clusters: b, how many centroids a head has.
-        chunk: C, how far a query sees among the tokens near its centroid.
-        decay: how much of a centroid a call in training keeps; below 1. Every forward pass in train mode moves the centroids,
-            but none with a decode state. One that activation checkpointing repeats meets them where they were, and moves none.
-        seed: what the centroids' initial values are drawn from.
+        clusters: b, the number of centroids per head.
+        chunk: C, the number of tokens in a chunk.
+        decay: of the moving average; below 1. Every forward pass in train mode moves the centroids, except those with a decode
+            state. A forward pass that activation checkpointing repeats uses the centroids of the first one, and moves none.
+        seed: the seed of the initial centroids.
     """
 
     info: ClassVar[Info] = INFO
@@ -66,7 +67,7 @@ class Routing(Bucketed):
         self._require_count("clusters", "chunk")
         self._require_positive("decay")
         if self.decay >= 1:
-            self._refuse("decay", "is below 1, or the centroids would never move")
+            self._refuse("decay", "must be below 1, or the centroids would never move")
         self._require_seed()
 
     def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
@@ -81,7 +82,7 @@ class Routing(Bucketed):
     def bucket_of(self, x: Tensor, call: Call) -> Tensor:
         groups = x.shape[1] // call.key.shape[1]
         tokens = zero_pads(upcast(x), call.key_padding_mask).unflatten(1, (-1, groups)).flatten(2, 3)
-        nearest = tokens @ self._centroids(call).mT  # (B, K, G n, b); of any length, the largest is the same
+        nearest = tokens @ self._centroids(call).mT  # (B, K, G n, b); the length of a token does not change its maximum
         return nearest.argmax(-1).unflatten(2, (groups, x.shape[2])).flatten(1, 2).unsqueeze(2)  # (B, h, 1, n)
 
     def update(self, call: Call) -> dict[str, Tensor]:

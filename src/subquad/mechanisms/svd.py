@@ -1,10 +1,10 @@
-"""Truncated attention: the best approximation of the softmax matrix that has a given rank.
+"""Truncated attention: the best approximation of the softmax matrix by a matrix of a given rank.
 
     o = A_r v,    A = softmax(s q k^T) = U S V^T,  A_r = U_r S_r V_r^T the r largest singular values,  s = 1/sqrt(D)
 
-An oracle for the comparison: no other matrix of rank r is nearer to A in the least squares (Eckart and Young, 1936). It forms A
-and decomposes it in float64, in O(N^3) time and O(N^2) memory: slower than softmax itself. Pads are neither rows nor columns of
-A, so `key_padding_mask` marks the pads of queries and keys alike, and the output of a pad is zero.
+An oracle for comparisons: no other matrix of rank r is closer to A in the least-squares sense (Eckart and Young, 1936). It
+computes A and its decomposition in float64, in O(N^3) time and O(N^2) memory: slower than softmax itself. Pads are neither rows
+nor columns of A, so `key_padding_mask` applies to queries and keys alike, and the output of a pad is zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subquad.engines.call import Call
-from subquad.engines.low_rank import truncate
+from subquad.engines.low_rank import truncate_rank
 from subquad.families.base import Info, Mechanism
 from subquad.masks import zero_pads
 from subquad.state import StateTensors
@@ -25,17 +25,17 @@ INFO = Info(
     name="svd",
     family="low_rank",
     engine="low_rank",
-    idea="the softmax matrix cut to its best rank-r part: an oracle of cubic cost, which bounds any rank-r method",
+    idea="the best rank-r approximation of the softmax matrix: an oracle of cubic cost, which bounds every rank-r method",
     paper="Eckart and Young, 1936, The Approximation of One Matrix by Another of Lower Rank, doi:10.1007/BF02288367",
     time="O(N^3)",
     memory="O(N^2)",
     is_oracle=True,
     refuses={
-        "is_causal": "cutting the rank fills the upper triangle, so the past would depend on the future",
+        "is_causal": "truncating the rank fills the upper triangle, so the past would depend on the future",
         "decode": "a new token changes all singular vectors",
-        "cross": "pads are left out of the matrix, and key_padding_mask says which queries are pads in self-attention only",
-        "attn_mask": "cutting the rank gives weight to masked pairs",
-        "dropout_p": "it is an oracle, with nothing to regularize",
+        "cross": "pads are left out of the matrix, and only in self-attention does key_padding_mask mark the pads of queries",
+        "attn_mask": "truncating the rank gives weight to masked pairs",
+        "dropout_p": "it is an oracle for comparisons, not for training",
     },
 )
 
@@ -45,7 +45,7 @@ class SVD(Mechanism):
     """The best rank-r approximation of exact attention.
 
     Args:
-        rank: r; sequences of at most r tokens are attended to exactly.
+        rank: r; for sequences of at most r tokens the result is exact.
     """
 
     info: ClassVar[Info] = INFO
@@ -59,8 +59,8 @@ class SVD(Mechanism):
         query, key, value = (zero_pads(x, mask).double() for x in (call.query, call.key, call.value))
         weights = _weights(query, key, mask, key.shape[-1] ** -0.5 if call.scale is None else call.scale)
         if self.rank < query.shape[2]:
-            low = truncate(weights, self.rank)
-            # A row of few real tokens has fewer singular values than the rank: there nothing is cut.
+            low = truncate_rank(weights, self.rank)
+            # A row with at most r real tokens has no more than r singular values: nothing is truncated.
             weights = low if mask is None else torch.where((mask.sum(1) <= self.rank)[:, None, None, None], weights, low)
         return _grouped(weights, value).to(call.query.dtype), None
 
@@ -76,7 +76,7 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> T
 
 
 def _grouped(x: Tensor, y: Tensor) -> Tensor:
-    """x (B, H, N, C) @ y (B, K, C, D): the rows of a group as more rows of one head, so that nothing is repeated."""
+    """x (B, H, N, C) @ y (B, K, C, D), without repeating y for the query heads that share it."""
     (_, heads, rows, _), kv_heads = x.shape, y.shape[1]
     folded = x.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)  # (B, K, G N, C)
     return (folded @ y).unflatten(2, (heads // kv_heads, rows)).flatten(1, 2)

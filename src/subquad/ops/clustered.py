@@ -1,94 +1,88 @@
-"""The clustered engine's compiled loops, called from PyTorch: clustered.cpp has what they do."""
+"""k-means on signs, and attention of clustered queries, in compiled code (csrc/clustered/).
+
+`subquad.engines.clustered` says what they compute.
+
+B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv value channels, C clusters, k top keys.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from subquad.ops import native_call
 
-_AssignCall = native_call.structure(
-    "AssignCall",
-    ("batch", "heads", "queries", "bits", "clusters", "iterations", "threads"),
-    (),
-    ("code",),
-    ("real", "assignment"),
-)
-_NUMBERS = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_channels", "clusters", "topk")
+_ASSIGN_SIZES = ("batch", "heads", "queries", "bits", "clusters", "iterations")
+_AssignCall = native_call.structure("AssignCall", (*_ASSIGN_SIZES, "threads"), (), ("code",), ("real", "assignment"))
+_SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_channels", "clusters", "topk")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
 _POINTERS = ("rest", "mass", "lse", "assignment", "mask", "real", "top")
-_Call = native_call.structure("Call", (*_NUMBERS, "threads"), ("scale",), _VIEWS, _POINTERS)
+_Call = native_call.structure("Call", (*_SIZES, "threads"), ("scale",), _VIEWS, _POINTERS)
+
+
+class ClusteredInputs(NamedTuple):
+    """Queries (B, H, N, D) with their clusters, and keys (B, K, M, D) and values (B, K, M, Dv)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    assignment: Tensor  # (B, H, N): the cluster of each query
+    mask: Tensor | None  # (B, M): which keys are real
+    real: Tensor | None  # (B, N): which queries are
+
+
+class ClusterAttention(NamedTuple):
+    """What the queries of a cluster share."""
+
+    rest: Tensor  # (B, H, C, Dv): the weighted sum of all values but those of the top keys
+    mass: Tensor  # (B, H, C): the weight of the top keys
+    lse: Tensor  # (B, H, C): the log-sum-exp of the scores
+    top: Tensor  # (B, H, C, k): the top keys
 
 
 def assign(code: Tensor, real: Tensor | None, clusters: int, iterations: int) -> Tensor:
-    """As the engine's own `assign`."""
+    """As `subquad.engines.clustered.assign`."""
     code = native_call.as_rows(code)
     assignment = torch.empty(code.shape[:3], dtype=torch.int64)
-    names = ("batch", "heads", "queries", "bits", "clusters", "iterations")
-    numbers = dict(zip(names, (*code.shape, clusters, iterations), strict=True))
-    given = {"real": None if real is None else real.contiguous(), "assignment": assignment}
-    native_call.call(
-        "clustered_assign", _AssignCall, numbers, {"code": code}, given, code.numel() * clusters * iterations // 256
-    )
+    numbers = dict(zip(_ASSIGN_SIZES, (*code.shape, clusters, iterations), strict=True))
+    pointers = {"real": None if real is None else real.contiguous(), "assignment": assignment}
+    work = code.numel() * clusters * iterations // 256
+    native_call.call("clustered_assign", _AssignCall, numbers, {"code": code}, pointers, work)
     return assignment
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    assignment: Tensor,
-    mask: Tensor | None,
-    real: Tensor | None,
-    *,
-    clusters: int,
-    topk: int,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    """The output, and what `backward` asks for besides."""
-    query, key, value = (native_call.as_rows(x) for x in (query, key, value))
+def forward(inputs: ClusteredInputs, clusters: int, topk: int, scale: float) -> tuple[Tensor, ClusterAttention]:
+    """The output (B, H, N, Dv), and what `backward` needs in addition to the inputs."""
+    query, key, value = (native_call.as_rows(x) for x in inputs[:3])
     out = native_call.empty_rows(query, value.shape[3])
     shape = (*query.shape[:2], clusters)
-    found = {
-        "rest": query.new_empty(*shape, value.shape[3]),
-        "mass": query.new_empty(shape),
-        "lse": query.new_empty(shape),
-        "top": torch.empty(*shape, topk, dtype=torch.int32),
-    }
-    views = {"query": query, "key": key, "value": value, "out": out}
-    _run("clustered_forward", views, {**found, "assignment": assignment, "mask": mask, "real": real}, scale)
-    return out, *found.values()
+    shared = ClusterAttention(
+        rest=query.new_empty(*shape, value.shape[3]),
+        mass=query.new_empty(shape),
+        lse=query.new_empty(shape),
+        top=torch.empty(*shape, topk, dtype=torch.int32),
+    )
+    _call("clustered_forward", {"query": query, "key": key, "value": value, "out": out}, inputs, shared, scale)
+    return out, shared
 
 
-def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    assignment: Tensor,
-    mask: Tensor | None,
-    real: Tensor | None,
-    rest: Tensor,
-    mass: Tensor,
-    lse: Tensor,
-    top: Tensor,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, inputs: ClusteredInputs, shared: ClusterAttention, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from that of the output."""
-    grad, query, key, value = (native_call.as_rows(x) for x in (grad, query, key, value))
-    grads = [native_call.empty_rows(x, x.shape[3]) for x in (query, key, value)]
+    grad, query, key, value = (native_call.as_rows(x) for x in (grad, *inputs[:3]))
+    d_query, d_key, d_value = (native_call.empty_rows(x, x.shape[3]) for x in (query, key, value))
     views = {"query": query, "key": key, "value": value, "grad": grad}
-    views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
-    given = {"rest": rest, "mass": mass, "lse": lse, "top": top, "assignment": assignment, "mask": mask, "real": real}
-    _run("clustered_backward", views, given, scale)
-    return grads[0], grads[1], grads[2]
+    views |= {"d_query": d_query, "d_key": d_key, "d_value": d_value}
+    _call("clustered_backward", views, inputs, shared, scale)
+    return d_query, d_key, d_value
 
 
-def _run(function: str, views: dict[str, Tensor], given: dict[str, Tensor | None], scale: float) -> None:
-    query, key, value, top = views["query"], views["key"], views["value"], given["top"]
-    assert top is not None
+def _call(function: str, views: dict[str, Tensor], inputs: ClusteredInputs, shared: ClusterAttention, scale: float) -> None:
+    query, key, value, top = views["query"], views["key"], views["value"], shared.top
     sizes = (*query.shape[:2], key.shape[1], query.shape[2], *key.shape[2:], value.shape[3], *top.shape[2:])
-    numbers = {**dict(zip(_NUMBERS, sizes, strict=True)), "scale": scale}
-    kept = {name: None if t is None else t.contiguous() for name, t in given.items()}
-    native_call.call(function, _Call, numbers, views, kept, 2 * key.numel() * top.shape[2] + 2 * query.numel() * top.shape[3])
+    numbers = {**dict(zip(_SIZES, sizes, strict=True)), "scale": scale}
+    tensors = {**shared._asdict(), "assignment": inputs.assignment, "mask": inputs.mask, "real": inputs.real}
+    pointers = {name: None if t is None else t.contiguous() for name, t in tensors.items()}
+    work = 2 * key.numel() * top.shape[2] + 2 * query.numel() * top.shape[3]
+    native_call.call(function, _Call, numbers, views, pointers, work)

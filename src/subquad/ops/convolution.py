@@ -1,4 +1,4 @@
-"""The convolution's compiled loops, called from PyTorch: convolution.cpp has what they do."""
+"""Convolution along the sequence, in compiled code (csrc/convolution/convolution.cpp)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from subquad.ops import native_call
 from subquad.ops.double_backward import forbid_double_backward
 from subquad.ops.precision import needs_gradient
 
-_NUMBERS = ("batch", "heads", "kv_heads", "tokens", "channels", "taps")
-_Call = native_call.structure("Call", (*_NUMBERS, "threads"), (), ("value", "out", "grad", "d_value"), ("kernel", "d_kernel"))
+_SIZES = ("batch", "heads", "kv_heads", "tokens", "channels", "taps")
+_Call = native_call.structure("Call", (*_SIZES, "threads"), (), ("value", "out", "grad", "d_value"), ("kernel", "d_kernel"))
 
 
 def add_convolved(out: Tensor, value: Tensor, kernel: Tensor) -> Tensor:
-    """As the engine's own `add_convolved`."""
+    """As `subquad.engines.convolution.add_convolved`."""
     if needs_gradient(out, value, kernel):
         return _Convolution.apply(out, value, kernel)  # type: ignore[no-untyped-call]
     out = native_call.as_rows(out)
-    _run("convolution_forward", {"value": native_call.as_rows(value), "out": out}, {"kernel": kernel.contiguous()})
+    _call("convolution_forward", {"value": native_call.as_rows(value), "out": out}, {"kernel": kernel.contiguous()})
     return out
 
 
@@ -36,17 +36,15 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         value, kernel = ctx.saved_tensors
-        rows, wide = native_call.as_rows(value), native_call.as_rows(grad)
-        d_value = native_call.empty_rows(rows, rows.shape[3])
-        d_kernel = rows.new_empty(len(rows), *kernel.shape)
-        views = {"value": rows, "grad": wide, "d_value": d_value}
-        _run("convolution_backward", views, {"kernel": kernel.detach().contiguous(), "d_kernel": d_kernel})
+        value_rows, grad_rows = native_call.as_rows(value), native_call.as_rows(grad)
+        d_value = native_call.empty_rows(value_rows, value_rows.shape[3])
+        d_kernel = value_rows.new_empty(len(value_rows), *kernel.shape)
+        views = {"value": value_rows, "grad": grad_rows, "d_value": d_value}
+        _call("convolution_backward", views, {"kernel": kernel.detach().contiguous(), "d_kernel": d_kernel})
         return grad, *forbid_double_backward([d_value, d_kernel.sum(0)], [grad, value, kernel])
 
 
-def _run(function: str, views: dict[str, Tensor], given: dict[str, Tensor | None]) -> None:
-    value, kernel = views["value"], given["kernel"]
-    assert kernel is not None
-    batch, kv_heads, tokens, channels = value.shape
-    numbers = dict(zip(_NUMBERS, (batch, len(kernel), kv_heads, tokens, channels, kernel.shape[1]), strict=True))
-    native_call.call(function, _Call, numbers, views, given, batch * kernel.numel() * tokens * channels)
+def _call(function: str, views: dict[str, Tensor], pointers: dict[str, Tensor]) -> None:
+    (batch, kv_heads, tokens, channels), (heads, taps) = views["value"].shape, pointers["kernel"].shape
+    numbers = dict(zip(_SIZES, (batch, heads, kv_heads, tokens, channels, taps), strict=True))
+    native_call.call(function, _Call, numbers, views, pointers, batch * heads * taps * tokens * channels)

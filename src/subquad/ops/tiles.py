@@ -1,133 +1,206 @@
-"""The tiles' compiled loops, called from PyTorch: tiles.cpp has what they do."""
+"""Softmax over tiles: the vocabulary, and the operator in compiled code (csrc/block_sparse/tiles.cpp).
+
+A *tile* is a run of equal blocks of queries, each of which sees one run of keys, or a few. A *tile group* is a list of tiles
+over one arrangement of queries and keys. Softmax attention over a list of tile groups is over the disjoint union of the keys
+that they show a query.
+
+A pair is masked by adding `MASKED` to its score. A query whose pairs are all masked is an *empty row* of the output: it is 0.
+
+Z sequences, one per batch entry and key-value head, S subsequences of each, G query heads per key-value head, n queries, m
+keys, D channels, E value channels; R = Z G rows of output, N queries each.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines.block_sparse.plan import Part, Plan, Tile, slots, unpack
 from subquad.ops import native_call
 from subquad.ops.double_backward import forbid_double_backward
 from subquad.ops.hugepages import advise_huge_pages
 
-_LANES = 16  # numbers in the widest vector
-_SPAN = ("start", "rows", "count", "first", "step", "columns", "is_causal")
-_MASK = ("mask_sequence", "mask_block", "mask_key", "mask_is_wide")
+MASKED = -1e30  # below every score, but finite: its exponential is 0, and no infinity is subtracted from another
+EMPTY = MASKED / 10  # a log-sum-exp below this is that of an empty row
+
+
+class Tile(NamedTuple):
+    """`count` blocks of `rows` queries, from `first_row` on. Block b sees the `columns` keys from `first_column + b column_step`.
+
+    `mask` (Z S or 1, count or 1, rows or 1, columns) is added to the scores. `is_causal`: query i of a block sees its keys 0 to
+    i. `run_starts` (R or 1, count, r): block b sees r runs of `columns / r` keys instead, which start there. A run ends early
+    where there are no more keys, and is left out if it starts at -1.
+    """
+
+    first_row: int
+    rows: int
+    count: int
+    first_column: int
+    column_step: int
+    columns: int
+    mask: Tensor | None = None
+    is_causal: bool = False
+    run_starts: Tensor | None = None
+
+
+class TileGroup(NamedTuple):
+    """What `tiles` show of `key` (Z, S, m, D), `value` (Z, S, m, E) to `query` (Z, S, G, n, D).
+
+    `bias` (Z or 1, S, m), 0 or `MASKED`, is added to all scores of a key. `output_row` (R or 1, S n) is the row of the output,
+    0 to N - 1, that a query belongs to; several queries may share one. N discards a query. None: row i for query i.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    tiles: Sequence[Tile]
+    output_row: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def query_heads(self) -> int:
+        """G."""
+        return self.query.shape[2]
+
+    @property
+    def constants(self) -> list[Tensor | None]:
+        """The tensors that no gradient flows to."""
+        return [self.output_row, self.bias, *(t for tile in self.tiles for t in (tile.mask, tile.run_starts))]
+
+
+def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to the scores: 0 where `allowed`, `MASKED` elsewhere."""
+    return torch.where(allowed, 0.0, MASKED).to(dtype)
+
+
+def differentiable(groups: Sequence[TileGroup]) -> list[Tensor]:
+    """The query, key and value of each group, which autograd must get as arguments of their own."""
+    return [x for group in groups for x in (group.query, group.key, group.value)]
+
+
+def save_for_backward(ctx: Any, groups: Sequence[TileGroup], *results: Tensor) -> None:
+    """Save the tensors of `groups` and `results` where hooks, such as those of activation checkpointing, reach them."""
+    ctx.tiles = [[tile._replace(mask=None, run_starts=None) for tile in group.tiles] for group in groups]
+    constants = [t for group in groups for t in group.constants]
+    ctx.save_for_backward(*results, *differentiable(groups), *constants)
+
+
+def saved_groups(ctx: Any, saved: Sequence[Tensor]) -> list[TileGroup]:
+    """The groups that `save_for_backward` saved, from the saved tensors without the results."""
+    constants = iter(saved[3 * len(ctx.tiles) :])
+    groups = []
+    for number, tiles in enumerate(ctx.tiles):
+        output_row, bias = next(constants), next(constants)
+        filled = [tile._replace(mask=next(constants), run_starts=next(constants)) for tile in tiles]
+        groups.append(TileGroup(*saved[3 * number : 3 * number + 3], filled, output_row, bias))
+    return groups
+
+
+_LANES = 16  # numbers in the widest vector register
+_SPAN = ("first_row", "rows", "count", "first_column", "column_step", "columns", "is_causal")
+_MASK = ("mask_sequence", "mask_block", "mask_key", "mask_has_rows")
 _Tile = native_call.structure("Tile", (*_SPAN, *_MASK, "runs", "runs_row"), (), (), ("mask", "run_start"))
-_SIZES = ("sequences", "subsequences", "groups", "queries", "keys")
-_STRIDES = ("query_group", "d_query_group", "bias_sequence", "place_row")
+_SIZES = ("sequences", "subsequences", "query_heads", "queries", "keys")
+_STRIDES = ("query_head", "d_query_head", "bias_sequence", "output_row_stride")
 _VIEWS = ("query", "key", "value", "d_query", "d_key", "d_value")
-_Part = native_call.structure("Part", (*_SIZES, *_STRIDES, "tiles"), (), _VIEWS, ("bias", "place", "tile"))
-_WHOLE = ("parts", "length", "channels", "value_channels", "threads")
-_Call = native_call.structure("Call", _WHOLE, ("scale",), (), ("part", "out", "top", "lse", "grad"))
+_TileGroup = native_call.structure("TileGroup", (*_SIZES, *_STRIDES, "tiles"), (), _VIEWS, ("bias", "output_row", "tile"))
+_NUMBERS = ("groups", "length", "channels", "value_channels")
+_Call = native_call.structure("Call", (*_NUMBERS, "threads"), ("scale",), (), ("group", "out", "top", "lse", "grad"))
 
 
-def attend(plan: Plan, tensors: Sequence[Tensor | None], length: int, scale: float) -> tuple[Tensor, Tensor]:
-    """As the engine's own `attend`, of packed parts."""
-    out, lse = _Tiles.apply(plan, length, scale, *tensors)  # type: ignore[no-untyped-call]
-    return out, lse.isinf()
-
-
-class _Tiles(torch.autograd.Function):
-    """The output (R, N, E) and the log-sum-exp of its scores (R, N), infinite where no key was met."""
+class CompiledSoftmax(torch.autograd.Function):
+    """The output (R, N, E) and the log-sum-exp of its scores (R, N), infinite for empty rows."""
 
     @staticmethod
-    def forward(plan: Plan, length: int, scale: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        parts = _prepared(plan, tensors)
-        query, value = parts[0].query, parts[0].value
+    def forward(groups: Sequence[TileGroup], length: int, scale: float, *_: Tensor) -> tuple[Tensor, Tensor]:
+        """`_` is `differentiable(groups)`."""
+        groups = [_as_kernel_reads(group) for group in groups]
+        query, value = groups[0].query, groups[0].value
         out = advise_huge_pages(query.new_empty(query.shape[0] * query.shape[2], length, value.shape[-1]))
         lse, top = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
-        _run("tiles_forward", parts, [{} for _ in parts], scale, {"out": out, "top": top, "lse": lse})
+        _call("tiles_forward", groups, [{} for _ in groups], scale, {"out": out, "top": top, "lse": lse})
         return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.plan, _, ctx.scale, *tensors = inputs
+        groups, _, ctx.scale, *_ = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*output, *tensors)
+        save_for_backward(ctx, groups, *output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        parts = _prepared(ctx.plan, tensors)
+        out, lse, *saved = ctx.saved_tensors
+        groups = [_as_kernel_reads(group) for group in saved_groups(ctx, saved)]
         grads = []
-        for part in parts:
-            query, key, value = (advise_huge_pages(torch.empty_like(x)) for x in (part.query, part.key, part.value))
+        for group in groups:
+            query, key, value = (advise_huge_pages(torch.empty_like(x)) for x in (group.query, group.key, group.value))
             grads.append({"d_query": query, "d_key": key.zero_(), "d_value": value.zero_()})
-        _run("tiles_backward", parts, grads, ctx.scale, {"out": out, "lse": lse, "grad": grad.contiguous()})
-        return (
-            None,
-            None,
-            None,
-            *slots(ctx.plan, forbid_double_backward([g for found in grads for g in found.values()], [grad, *tensors])),
-        )
+        _call("tiles_backward", groups, grads, ctx.scale, {"out": out, "lse": lse, "grad": grad.contiguous()})
+        return None, None, None, *forbid_double_backward([g for found in grads for g in found.values()], [grad, *saved])
 
 
-def _prepared(plan: Plan, tensors: Sequence[Tensor | None]) -> list[Part]:
-    """Channels side by side, masks transposed to (Z S or 1, count or 1, columns, rows or 1)."""
-    found = []
-    for part in unpack(plan, tensors):
-        query, key, value = (native_call.as_rows(x) for x in (part.query, part.key, part.value))
-        place, bias = (None if x is None else x.contiguous() for x in (part.place, part.bias))
-        found.append(Part(query, key, value, [_prepared_tile(tile) for tile in part.tiles], place, bias))
-    return found
+def _as_kernel_reads(group: TileGroup) -> TileGroup:
+    """Adjacent channels, and masks transposed to (Z S or 1, count or 1, columns, rows or 1)."""
+    query, key, value = (native_call.as_rows(x) for x in (group.query, group.key, group.value))
+    output_row, bias = (None if x is None else x.contiguous() for x in (group.output_row, group.bias))
+    tiles = [tile if tile.mask is None and tile.run_starts is None else _tile_as_kernel_reads(tile) for tile in group.tiles]
+    return TileGroup(query, key, value, tiles, output_row, bias)
 
 
-def _prepared_tile(tile: Tile) -> Tile:
+def _tile_as_kernel_reads(tile: Tile) -> Tile:
     mask = tile.mask
     if mask is not None:
         rows = mask.shape[2]
         mask = F.pad(mask.mT, (0, -rows % _LANES if rows > 1 else 0)).contiguous()
-    return replace(tile, mask=mask, runs=None if tile.runs is None else tile.runs.contiguous())
+    return tile._replace(mask=mask, run_starts=None if tile.run_starts is None else tile.run_starts.contiguous())
 
 
-def _run(
+def _call(
     function: str,
-    parts: Sequence[Part],
+    groups: Sequence[TileGroup],
     grads: Sequence[Mapping[str, Tensor]],
     scale: float,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    tiles = [(_Tile * len(part.tiles))(*map(_tile, part.tiles)) for part in parts]
-    array = (_Part * len(parts))(*map(_part, parts, grads, tiles))
+    tiles = [(_Tile * len(group.tiles))(*map(_tile_structure, group.tiles)) for group in groups]
+    array = (_TileGroup * len(groups))(*map(_group_structure, groups, grads, tiles))
     out = tensors["out"]
-    sizes = (len(parts), out.shape[1], parts[0].query.shape[-1], out.shape[2])
-    numbers = {**dict(zip(_WHOLE, sizes, strict=False)), "scale": scale, "part": ctypes.addressof(array)}
-    pairs = sum(t.count * t.rows * t.columns * p.query.shape[:3].numel() for p in parts for t in p.tiles)
+    sizes = (len(groups), out.shape[1], groups[0].query.shape[-1], out.shape[2])
+    numbers = {**dict(zip(_NUMBERS, sizes, strict=True)), "scale": scale, "group": ctypes.addressof(array)}
+    pairs = sum(tile.count * tile.rows * tile.columns * g.query.shape[:3].numel() for g in groups for tile in g.tiles)
     native_call.call(function, _Call, numbers, {}, tensors, pairs * 2 * out.shape[2])
 
 
-def _part(part: Part, grads: Mapping[str, Tensor], tiles: Any) -> Any:
-    sizes = (*part.query.shape[:4], part.key.shape[2])
-    found = _Part(**dict(zip(_SIZES, sizes, strict=True)), tiles=len(tiles), tile=ctypes.addressof(tiles))
-    for name, x in {"query": part.query, "key": part.key, "value": part.value, **grads}.items():
+def _group_structure(group: TileGroup, grads: Mapping[str, Tensor], tiles: Any) -> Any:
+    sizes = (*group.query.shape[:4], group.key.shape[2])
+    found = _TileGroup(**dict(zip(_SIZES, sizes, strict=True)), tiles=len(tiles), tile=ctypes.addressof(tiles))
+    for name, x in {"query": group.query, "key": group.key, "value": group.value, **grads}.items():
         if x.dim() == 5:
-            setattr(found, f"{name}_group", x.stride(2))
+            setattr(found, f"{name}_head", x.stride(2))
             x = x[:, :, 0]
         setattr(found, name, native_call.View(x.data_ptr(), *x.stride()[:3]))
-    if part.bias is not None:
-        found.bias, found.bias_sequence = part.bias.data_ptr(), _stride(part.bias, 0)
-    if part.place is not None:
-        found.place, found.place_row = part.place.data_ptr(), _stride(part.place, 0)
+    if group.bias is not None:
+        found.bias, found.bias_sequence = group.bias.data_ptr(), _stride(group.bias, 0)
+    if group.output_row is not None:
+        found.output_row, found.output_row_stride = group.output_row.data_ptr(), _stride(group.output_row, 0)
     return found
 
 
-def _tile(tile: Tile) -> Any:
+def _tile_structure(tile: Tile) -> Any:
     found = _Tile(**{name: getattr(tile, name) for name in _SPAN})
     if tile.mask is not None:
-        found.mask, found.mask_is_wide = tile.mask.data_ptr(), tile.mask.shape[3] > 1
+        found.mask, found.mask_has_rows = tile.mask.data_ptr(), tile.mask.shape[3] > 1
         found.mask_sequence, found.mask_block, found.mask_key = (_stride(tile.mask, dim) for dim in range(3))
-    if tile.runs is not None:
-        found.run_start, found.runs, found.runs_row = tile.runs.data_ptr(), tile.runs.shape[-1], _stride(tile.runs, 0)
+    if tile.run_starts is not None:
+        found.run_start, found.runs = tile.run_starts.data_ptr(), tile.run_starts.shape[-1]
+        found.runs_row = _stride(tile.run_starts, 0)
     return found
 
 
 def _stride(x: Tensor, dim: int) -> int:
-    """0 where there is one for all."""
+    """0 where one entry serves all."""
     return 0 if x.shape[dim] == 1 else x.stride(dim)

@@ -1,97 +1,55 @@
-"""Sets of keys, as tiles: what the sparse engines are made of.
+"""The plan of a whole sequence: the tile groups that show every query the keys of the layout.
 
-A *tile* is a run of equal blocks of queries, each of which meets a run of keys, or a few. A *part* is a list of tiles over its
-own arrangement of queries and keys. Every query's set of keys is the disjoint union of what its parts show it.
-
-A pair is barred by adding `BARRED` to its score. A query whose every pair is barred gives 0.
-
-Z sequences, S subsequences of each, G queries a group, n queries, m keys, D channels, E value channels; R = Z G rows of output,
-N queries each.
+B batch, H query heads, K key-value heads, n tokens, g global tokens.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
-BARRED = -1e30  # below every score, yet finite: its exponential is 0, and no infinity meets another
-NOTHING = BARRED / 10  # a log-sum-exp below this is one of barred pairs only
+from subquad.engines.block_sparse.key_sets import KeySet, Tokens
+from subquad.engines.block_sparse.layout import GlobalTokens, Heads, Layout
+from subquad.engines.call import Call
+from subquad.masks import take_tokens
+from subquad.ops.tiles import Tile, TileGroup, additive_mask
 
 
-@dataclass(frozen=True, eq=False)
-class Tile:
-    """`count` blocks of `rows` queries, from `start` on; block b meets `columns` keys, from `first + b * step` on.
-
-    `mask` (Z S or 1, count or 1, rows or 1, columns) is added to the scores. `is_causal`: query i meets keys 0 to i of a block.
-    `runs` (R or 1, count, r): instead, block b meets r runs of `columns / r` keys, as far as there are any, from there on, and
-    none from -1 on.
-    """
-
-    start: int
-    rows: int
-    count: int
-    first: int
-    step: int
-    columns: int
-    mask: Tensor | None = None
-    is_causal: bool = False
-    runs: Tensor | None = None
+def plan(call: Call, layout: Layout, heads: Heads, key_sets: tuple[KeySet, ...]) -> list[TileGroup]:
+    """The tile groups for the queries of `heads`, which see `key_sets`, the global tokens and the extra keys."""
+    allowed, tokens = call.key_padding_mask, layout.global_tokens
+    if tokens is not None:  # seen as global tokens, so not again in a set
+        others = ~_is_global(tokens, call.query.shape[0], call.query.shape[2])
+        allowed = others if allowed is None else others & allowed
+    x = Tokens.of(*_select_heads(call, heads), allowed)
+    groups = [group for key_set in key_sets for group in key_set.tile_groups(x)]
+    if tokens is not None:
+        groups.append(_global_columns(x, tokens, call.is_causal))
+    if layout.extra is not None:
+        key, value = (t.to(x.key.dtype).expand(call.key.shape[0], -1, -1, -1) for t in layout.extra)
+        groups.append(x.tile_group_with(key, value))
+    return groups
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """What `tiles` show of `key` (Z, S, m, D), `value` (Z, S, m, E) to `query` (Z, S, G, n, D).
-
-    `bias` (Z or 1, S, m), 0 or `BARRED`, is added to all scores of a key. `place` (R or 1, S n) is the row of the output, 0 to
-    N - 1, that a query belongs to, and N for a query to forget; rows may repeat. None: as they stand.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    tiles: Sequence[Tile]
-    place: Tensor | None = None
-    bias: Tensor | None = None
-
-    @property
-    def groups(self) -> int:
-        return self.query.shape[2]
+def _select_heads(call: Call, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Some query heads, and the key-value head of each."""
+    if heads is None:
+        return call.query, call.key, call.value
+    kv_heads = [head * call.key.shape[1] // call.query.shape[1] for head in heads]
+    return call.query[:, list(heads)], call.key[:, kv_heads], call.value[:, kv_heads]
 
 
-Plan = Sequence[Sequence[Tile]]  # the tiles of each part, without tensors
+def _is_global(tokens: GlobalTokens, batch: int, length: int) -> Tensor:
+    """(B, n) bool."""
+    found = torch.zeros(batch, length + 1, dtype=torch.bool, device=tokens.index.device)
+    return found.scatter(1, torch.where(tokens.exists, tokens.index, length).expand(batch, -1), True)[:, :length]
 
 
-def pack(parts: Sequence[Part]) -> tuple[Plan, list[Tensor | None]]:
-    """What autograd may know, and the tensors, which it must."""
-    plan = [[replace(tile, mask=None, runs=None) for tile in part.tiles] for part in parts]
-    tensors = [
-        [p.query, p.key, p.value, p.place, p.bias, *itertools.chain.from_iterable((t.mask, t.runs) for t in p.tiles)]
-        for p in parts
-    ]
-    return plan, list(itertools.chain.from_iterable(tensors))
-
-
-def unpack(plan: Plan, tensors: Sequence[Tensor | None]) -> list[Part]:
-    parts, rest = [], iter(tensors)
-    for tiles in plan:
-        query, key, value, place, bias = itertools.islice(rest, 5)
-        assert query is not None
-        assert key is not None
-        assert value is not None
-        parts.append(Part(query, key, value, [replace(tile, mask=next(rest), runs=next(rest)) for tile in tiles], place, bias))
-    return parts
-
-
-def slots(plan: Plan, grads: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of query, key and value of each part, where `pack` put those."""
-    rest = iter(grads)
-    found = [[next(rest), next(rest), next(rest), *[None] * (2 + 2 * len(tiles))] for tiles in plan]
-    return list(itertools.chain.from_iterable(found))
-
-
-def barred_unless(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.where(allowed, 0.0, BARRED).to(dtype)
+def _global_columns(x: Tokens, tokens: GlobalTokens, is_causal: bool) -> TileGroup:
+    """The global tokens as keys of all queries; when causal, of those after them."""
+    key, value = (take_tokens(t, tokens.index.expand(len(t), -1)) for t in (x.key, x.value))
+    visible = tokens.exists.unsqueeze(1)  # (B or 1, 1, g)
+    if is_causal:
+        visible = visible & (tokens.index.unsqueeze(1) <= torch.arange(x.length, device=tokens.index.device)[:, None])
+    mask = x.repeat_per_head(additive_mask(visible, x.key.dtype)).unsqueeze(1)  # (B K or 1, 1, n or 1, g)
+    return x.tile_group_with(key, value, (Tile(0, x.length, 1, 0, 0, tokens.index.shape[1], mask),))
