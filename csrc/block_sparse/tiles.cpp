@@ -1,11 +1,12 @@
-// Exact softmax over sets of keys that are given as tiles: parts.py says what tiles and parts are.
+// Exact softmax attention over tile groups: ops/tiles.py defines tiles and tile groups.
 //
-// A panel of queries meets its keys a block at a time. Scores stand transposed, a row a key, so that keys are read where they
-// are and a vector holds neighbouring queries, each with its own largest score. Queries that see none of a block are left out.
-// Softmax is kept as it grows; the backward pass computes the weights again from its logarithm (Dao et al., 2022,
+// A panel of queries attends to its keys one block at a time. Scores are stored transposed, one row per key, so that keys are
+// read in place and a vector holds consecutive queries, each with its own largest score. Queries that see no key of a block are
+// skipped. Softmax is accumulated online; the backward pass recomputes the weights from the log-sum-exp (Dao et al., 2022,
 // arXiv:2205.14135).
 //
-// Z sequences, S subsequences of each, G queries a group, n queries, m keys, D channels, E value channels; N rows of output.
+// Z sequences, S subsequences of each, G query heads per key-value head, n queries, m keys, D channels, E value channels; N rows
+// of output.
 
 #include <cmath>
 #include <limits>
@@ -17,55 +18,56 @@ namespace subquad {
 
 constexpr Index PANEL = 96;  // queries
 constexpr Index BLOCK = 64;  // keys, at most
-constexpr double BARRED = -1e30, NOTHING = BARRED / 10;  // as in parts.py
+constexpr double MASKED = -1e30, EMPTY = MASKED / 10;  // as in ops/tiles.py
 
 struct Tile {
-    int64_t start, rows, count, first, step, columns, is_causal;
-    int64_t mask_sequence, mask_block, mask_key, mask_is_wide;  // strides; whether each query has its own
-    int64_t runs, runs_row;                                    // how many to a block of queries; stride
-    const void* mask;          // (Z S or 1, count or 1, columns, rows or 1), rows padded to whole vectors; null: none
-    const int64_t* run_start;  // (Z G or 1, count, runs): of columns / runs keys each, -1 for none; null: one run
+    int64_t first_row, rows, blocks, first_column, column_step, columns, is_causal;
+    int64_t mask_sequence, mask_block, mask_key, mask_has_rows;  // three strides; whether each query has its own mask
+    int64_t runs, runs_row;                                     // number of runs per block of queries; stride
+    const void* mask;          // (Z S or 1, blocks or 1, columns, rows or 1), rows padded to whole vectors; null: none
+    const int64_t* run_start;  // (Z G or 1, blocks, runs): of columns / runs keys each, -1 for none; null: one run
 };
 
-struct Part {
-    int64_t sequences, subsequences, groups, queries, keys, query_group, d_query_group, bias_sequence, place_row, tiles;
-    View query, key, value, d_query, d_key, d_value;  // (Z, S, n or m); the next query of a group is `query_group` further
-    const void* bias;      // (Z or 1, S, m): added to all scores of a key; null: none
-    const int64_t* place;  // (Z G or 1, S n): rows of the output, N for none; null: as they stand
+struct TileGroup {
+    int64_t sequences, subsequences, query_heads, queries, keys;
+    int64_t query_head, d_query_head, bias_sequence, output_row_stride, tiles;  // four strides; how many tiles
+    View query, key, value, d_query, d_key, d_value;  // (Z, S, n or m); `query_head` is the stride between the G query heads
+    const void* bias;           // (Z or 1, S, m): added to all scores of a key; null: none
+    const int64_t* output_row;  // (Z G or 1, S n): the row of the output of each query, N for none; null: row i for query i
     const Tile* tile;
 };
 
 struct TilesCall {
-    int64_t parts, length, channels, value_channels, threads;
+    int64_t groups, length, channels, value_channels, threads;
     double scale;
-    const Part* part;
+    const TileGroup* group;
     void *out, *top, *lse;  // (Z G, N, E), (Z G, N), (Z G, N)
     const void* grad;       // (Z G, N, E)
 };
 
-// A run of queries of one block of one tile.
-struct Work {
+// Up to PANEL consecutive queries of one block of one tile.
+struct PanelRange {
     const Tile* tile;
     Index block, first, n;
 };
 
-std::vector<Work> works_of(const Part& part) {
-    std::vector<Work> found;
-    for (const Tile* tile = part.tile; tile < part.tile + part.tiles; ++tile)
-        for (Index block = 0; block < tile->count; ++block)
+std::vector<PanelRange> panel_ranges(const TileGroup& group) {
+    std::vector<PanelRange> found;
+    for (const Tile* tile = group.tile; tile < group.tile + group.tiles; ++tile)
+        for (Index block = 0; block < tile->blocks; ++block)
             for (Index first = 0; first < tile->rows; first += PANEL)
                 found.push_back({tile, block, first, std::min<Index>(PANEL, tile->rows - first)});
     return found;
 }
 
-// What a thread needs to let a panel of queries meet a block of keys.
+// A panel of queries, and the scores of a block of keys.
 template <class T>
 struct Panel {
     const TilesCall& call;
-    Index D, E, n = 0, m = 0, low = 0, high = 0;  // of the queries, those from `low` to `high` see some of the keys
-    Index z = 0, s = 0, g = 0, row = 0;           // `row` of the output, in whole sequences
-    const Part* part = nullptr;
-    Work work = {};
+    Index D, E, n = 0, m = 0, low = 0, high = 0;  // only the queries from `low` to `high` see any of the keys
+    Index z = 0, s = 0, g = 0, sequence = 0;      // `sequence` of the output, one of Z G
+    const TileGroup* group = nullptr;
+    PanelRange range = {};
     Matrix<T> query_copy, query_t, key_copy, value_copy, scores;
     Rows<T> query, key, value;
 
@@ -73,66 +75,68 @@ struct Panel {
         : call(c), D(c.channels), E(c.value_channels), query_copy(PANEL, D), query_t(D, PANEL), key_copy(BLOCK, D),
           value_copy(BLOCK, E), scores(BLOCK, PANEL), query(query_copy), key(key_copy), value(value_copy) {}
 
-    void begin(const Part& p, const Work& w, Index sequence, Index subsequence, Index group) {
-        part = &p, work = w, z = sequence, s = subsequence, g = group, n = w.n, row = z * p.groups + g;
-        query = fetch(query_copy, of_group(p.query, p.query_group), z, s, token(0), n);
+    void begin(const TileGroup& tile_group, const PanelRange& panel_range, Index key_sequence, Index subsequence, Index head) {
+        group = &tile_group, range = panel_range, n = range.n;
+        z = key_sequence, s = subsequence, g = head, sequence = z * group->query_heads + g;
+        query = fetch(query_copy, of_head(group->query, group->query_head), z, s, token(0), n);
         transpose(query_t, query, n, T(call.scale));
     }
 
-    View of_group(View view, Index stride) const {
+    View of_head(View view, Index stride) const {
         view.data = static_cast<T*>(view.data) + g * stride;
         return view;
     }
 
-    // The i-th query, among those of its subsequence.
-    Index token(Index i) const { return work.tile->start + work.block * work.tile->rows + work.first + i; }
+    // The position of query i in its subsequence.
+    Index token(Index i) const { return range.tile->first_row + range.block * range.tile->rows + range.first + i; }
 
-    // Its row of the output, N for none.
-    Index place(Index i) const {
-        const Index at = s * part->queries + token(i);
-        return part->place ? part->place[row * part->place_row + at] : at;
+    // The row of the output of query i, N for none.
+    Index output_row(Index i) const {
+        const Index at = s * group->queries + token(i);
+        return group->output_row ? group->output_row[sequence * group->output_row_stride + at] : at;
     }
 
-    // `take(first key)` for every block of keys that some query sees, whose scores are then in `scores`.
-    template <class Take>
-    void meet(Take take) {
-        const Tile& tile = *work.tile;
+    // Calls `use(first key)` for every block of keys that any query sees, with their scores in `scores`.
+    template <class Use>
+    void for_each_key_block(Use use) {
+        const Tile& tile = *range.tile;
         const Index size = tile.run_start ? tile.columns / tile.runs : tile.columns;
         for (Index run = 0; run < (tile.run_start ? tile.runs : 1); ++run) {
-            const Index start = tile.run_start ? tile.run_start[row * tile.runs_row + work.block * tile.runs + run]
-                                               : tile.first + work.block * tile.step;
+            const Index start = tile.run_start ? tile.run_start[sequence * tile.runs_row + range.block * tile.runs + run]
+                                               : tile.first_column + range.block * tile.column_step;
             if (start < 0) continue;
-            const Index end = std::min<Index>(start + size, part->keys);
+            const Index end = std::min<Index>(start + size, group->keys);
             const Index blocks = (end - start + BLOCK - 1) / BLOCK;
             for (Index b = 0, j = start; b < blocks; ++b, j += m) {
                 m = (end - j + blocks - b - 1) / (blocks - b);
-                if (score(j, run * size + j - start)) take(j);
+                if (score(j, run * size + j - start)) use(j);
             }
         }
     }
 
    private:
     bool score(Index first, Index column) {
-        const Tile& tile = *work.tile;
+        const Tile& tile = *range.tile;
         const T* mask = nullptr;
-        low = tile.is_causal ? std::max<Index>(column - work.first, 0) / LANES<T> * LANES<T> : 0, high = padded<T>(n);
+        low = tile.is_causal ? std::max<Index>(column - range.first, 0) / LANES<T> * LANES<T> : 0, high = padded<T>(n);
         if (tile.mask) {
-            mask = static_cast<const T*>(tile.mask) + (z * part->subsequences + s) * tile.mask_sequence +
-                   work.block * tile.mask_block + column * tile.mask_key + (tile.mask_is_wide ? work.first : 0);
-            if (tile.mask_is_wide) {
-                while (low < high && is_barred(mask + low)) low += LANES<T>;
-                while (low < high && is_barred(mask + high - LANES<T>)) high -= LANES<T>;
+            mask = static_cast<const T*>(tile.mask) + (z * group->subsequences + s) * tile.mask_sequence +
+                   range.block * tile.mask_block + column * tile.mask_key + (tile.mask_has_rows ? range.first : 0);
+            if (tile.mask_has_rows) {
+                while (low < high && is_masked(mask + low)) low += LANES<T>;
+                while (low < high && is_masked(mask + high - LANES<T>)) high -= LANES<T>;
             }
         }
         if (low >= high) return false;
-        const T* bias = part->bias ? static_cast<const T*>(part->bias) + z * part->bias_sequence + s * part->keys + first : nullptr;
-        key = fetch(key_copy, part->key, z, s, first, m), value = fetch(value_copy, part->value, z, s, first, m);
+        const T* bias = static_cast<const T*>(group->bias);
+        if (bias) bias += z * group->bias_sequence + s * group->keys + first;
+        key = fetch(key_copy, group->key, z, s, first, m), value = fetch(value_copy, group->value, z, s, first, m);
         product(scores[0] + low, scores.stride, key[0], key.stride, Index(1), query_t[0] + low, query_t.stride, m, D, high - low,
                 false);
         for (Index j = 0; j < m; ++j) {
             T* to = scores[j];
             T more = bias ? bias[j] : T(0);
-            if (mask && tile.mask_is_wide) {
+            if (mask && tile.mask_has_rows) {
                 const T* from = mask + j * tile.mask_key;
                 for (Index i = low; i < high; i += LANES<T>) vector(to + i) += vector(from + i) + more;
             } else {
@@ -140,20 +144,20 @@ struct Panel {
                 if (more)
                     for (Index i = low; i < high; i += LANES<T>) vector(to + i) += more;
             }
-            const Index later = tile.is_causal ? std::min(column + j - work.first, high) : 0;  // queries that come before the key
-            if (later > low) std::fill(to + low, to + later, T(BARRED));
+            const Index later = tile.is_causal ? std::min(column + j - range.first, high) : 0;  // queries before the key
+            if (later > low) std::fill(to + low, to + later, T(MASKED));
         }
         return true;
     }
 
     // Whether a vector of queries sees none of the m keys.
-    bool is_barred(const T* mask) const {
+    bool is_masked(const T* mask) const {
         Vector<T> most = vector(mask);
         for (Index j = 1; j < m; ++j) {
-            const Vector<T>& next = vector(mask + j * work.tile->mask_key);
+            const Vector<T>& next = vector(mask + j * range.tile->mask_key);
             most = next > most ? next : most;
         }
-        return largest(reinterpret_cast<const T*>(&most), LANES<T>) < T(NOTHING);
+        return largest(reinterpret_cast<const T*>(&most), LANES<T>) < T(EMPTY);
     }
 };
 
@@ -162,16 +166,16 @@ struct Panel {
 template <class T>
 struct TileSoftmax {
     Panel<T> panel;
-    Matrix<T> out;      // (n x E), not divided yet
+    Matrix<T> out;      // (n x E), not normalized yet
     Matrix<T> top, sum;  // (1 x n): the largest score so far, and sum e^(score - top)
 
     explicit TileSoftmax(const TilesCall& c) : panel(c), out(PANEL, c.value_channels), top(1, PANEL), sum(1, PANEL) {}
 
     void run(bool is_first, bool is_last) {
         is_first ? clear() : load();
-        panel.meet([this](Index) { take(); });
+        panel.for_each_key_block([this](Index) { add_keys(); });
         for (Index i = 0; i < panel.n; ++i) {
-            const Index at = panel.place(i);
+            const Index at = panel.output_row(i);
             if (at == panel.call.length) continue;
             if (is_last) finish(at, out[i], i);
             else store(at, i);
@@ -181,23 +185,23 @@ struct TileSoftmax {
     static void finish(const TilesCall& c, Index at) {
         T *out = static_cast<T*>(c.out) + at * c.value_channels, *top = static_cast<T*>(c.top) + at;
         T* lse = static_cast<T*>(c.lse) + at;
-        divide(c, out, out, *top, *lse, lse);
+        normalize(c, out, out, *top, *lse, lse);
     }
 
    private:
-    T* out_of(Index at) { return static_cast<T*>(panel.call.out) + (panel.row * panel.call.length + at) * panel.E; }
-    T& top_of(Index at) { return static_cast<T*>(panel.call.top)[panel.row * panel.call.length + at]; }
-    T& lse_of(Index at) { return static_cast<T*>(panel.call.lse)[panel.row * panel.call.length + at]; }
+    T* out_of(Index at) { return static_cast<T*>(panel.call.out) + (panel.sequence * panel.call.length + at) * panel.E; }
+    T& top_of(Index at) { return static_cast<T*>(panel.call.top)[panel.sequence * panel.call.length + at]; }
+    T& lse_of(Index at) { return static_cast<T*>(panel.call.lse)[panel.sequence * panel.call.length + at]; }
 
     void clear() {
-        std::fill(top[0], top[0] + padded<T>(panel.n), T(BARRED));
+        std::fill(top[0], top[0] + padded<T>(panel.n), T(MASKED));
         std::fill(sum[0], sum[0] + padded<T>(panel.n), T(0));
         std::memset(out[0], 0, panel.n * out.stride * sizeof(T));
     }
     void load() {
         clear();
         for (Index i = 0; i < panel.n; ++i) {
-            const Index at = panel.place(i);
+            const Index at = panel.output_row(i);
             if (at == panel.call.length) continue;
             top[0][i] = top_of(at), sum[0][i] = lse_of(at);
             std::memcpy(out[i], out_of(at), panel.E * sizeof(T));
@@ -207,17 +211,18 @@ struct TileSoftmax {
         top_of(at) = top[0][i], lse_of(at) = sum[0][i];
         std::memcpy(out_of(at), out[i], panel.E * sizeof(T));
     }
-    void finish(Index at, T* from, Index i) { divide(panel.call, out_of(at), from, top[0][i], sum[0][i], &lse_of(at)); }
+    void finish(Index at, T* from, Index i) { normalize(panel.call, out_of(at), from, top[0][i], sum[0][i], &lse_of(at)); }
 
-    // The output's row from its sums; where nothing was seen it is 0, and so that it weighs nothing, lse is infinite.
-    static void divide(const TilesCall& c, T* to, const T* from, T top, T sum, T* lse) {
-        const bool is_nothing = sum == 0 || (top < T(NOTHING) && sum == sum);
-        const T factor = is_nothing ? T(0) : 1 / sum;
-        for (Index e = 0; e < c.value_channels; ++e) to[e] = is_nothing ? T(0) : from[e] * factor;
-        *lse = is_nothing ? std::numeric_limits<T>::infinity() : top + std::log(sum);
+    // The row of the output from its sums. An empty row is 0, and its lse infinite, which makes all its weights 0.
+    static void normalize(const TilesCall& c, T* to, const T* from, T top, T sum, T* lse) {
+        const bool is_empty = sum == 0 || (top < T(EMPTY) && sum == sum);
+        const T factor = is_empty ? T(0) : 1 / sum;
+        for (Index e = 0; e < c.value_channels; ++e) to[e] = is_empty ? T(0) : from[e] * factor;
+        *lse = is_empty ? std::numeric_limits<T>::infinity() : top + std::log(sum);
     }
 
-    void take() {
+    // Adds a block of keys to the sums.
+    void add_keys() {
         for (Index i = panel.low; i < panel.high; i += LANES<T>) {
             T* column = panel.scores[0] + i;
             const Index stride = panel.scores.stride;
@@ -244,33 +249,35 @@ struct TileSoftmax {
 
 template <class T>
 void tiles_forward(const TilesCall& c) {
-    const Index rows = c.part[0].sequences * c.part[0].groups * c.length;
-    std::vector<std::vector<Work>> works;
-    for (Index p = 0; p < c.parts; ++p) works.push_back(works_of(c.part[p]));
-    const bool is_first_whole = !c.part[0].place, is_last_whole = !c.part[c.parts - 1].place;
-    if (!is_first_whole) {
+    const Index rows = c.group[0].sequences * c.group[0].query_heads * c.length;
+    std::vector<std::vector<PanelRange>> ranges;
+    for (Index g = 0; g < c.groups; ++g) ranges.push_back(panel_ranges(c.group[g]));
+    // A group without `output_row` visits every row once: the first one can start it, the last one finish it.
+    const bool starts_rows = !c.group[0].output_row, finishes_rows = !c.group[c.groups - 1].output_row;
+    if (!starts_rows) {
         std::fill_n(static_cast<T*>(c.out), rows * c.value_channels, T(0));
         std::fill_n(static_cast<T*>(c.lse), rows, T(0));
-        std::fill_n(static_cast<T*>(c.top), rows, T(BARRED));
+        std::fill_n(static_cast<T*>(c.top), rows, T(MASKED));
     }
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
         TileSoftmax<T> softmax(c);
-        for (Index p = 0; p < c.parts; ++p) {
-            const Part& part = c.part[p];
-            const Index count = works[p].size(), sub = part.subsequences;
-            const bool is_first = p == 0 && is_first_whole, is_last = p == c.parts - 1 && is_last_whole;
-            // Where queries are placed, two of them may share a row: those of a sequence keep to one thread.
-            const Index units = part.place ? 1 : count * sub;
+        for (Index g = 0; g < c.groups; ++g) {
+            const TileGroup& group = c.group[g];
+            const Index count = ranges[g].size(), sub = group.subsequences;
+            const bool is_first = g == 0 && starts_rows, is_last = g == c.groups - 1 && finishes_rows;
+            // With `output_row`, queries may share a row: one thread takes all of a sequence.
+            const Index units = group.output_row ? 1 : count * sub;
 #pragma omp for schedule(dynamic)
-            for (Index u = 0; u < part.sequences * part.groups * units; ++u)
-                for (Index w = u % units; w < count * sub; w += units) {
-                    const Index row = u / units;
-                    softmax.panel.begin(part, works[p][w % count], row / part.groups, w / count, row % part.groups);
+            for (Index u = 0; u < group.sequences * group.query_heads * units; ++u)
+                for (Index r = u % units; r < count * sub; r += units) {
+                    const Index sequence = u / units;
+                    softmax.panel.begin(group, ranges[g][r % count], sequence / group.query_heads, r / count,
+                                        sequence % group.query_heads);
                     softmax.run(is_first, is_last);
                 }
         }
-        if (!is_last_whole) {
+        if (!finishes_rows) {
 #pragma omp for
             for (Index at = 0; at < rows; ++at) TileSoftmax<T>::finish(c, at);
         }
@@ -285,7 +292,7 @@ struct TileGradients {
     View d_key = {}, d_value = {};
     Matrix<T> grad_copy, grad_t, d_scores, d_query, key_rows, value_rows;
     Rows<T> grad;
-    Matrix<T> lse, along;  // (1 x n): log-sum-exp, and the output's gradient times the output
+    Matrix<T> lse, along;  // (1 x n): the log-sum-exp, and the product of the output and its gradient
 
     explicit TileGradients(const TilesCall& c)
         : panel(c), grad_copy(PANEL, c.value_channels), grad_t(c.value_channels, PANEL), d_scores(BLOCK, PANEL),
@@ -294,28 +301,30 @@ struct TileGradients {
 
     void run() {
         const TilesCall& c = panel.call;
-        const Part& part = *panel.part;
-        T* const all = static_cast<T*>(const_cast<void*>(c.grad)) + panel.row * c.length * panel.E;
-        grad = part.place ? Rows<T>(grad_copy) : fetch(grad_copy, {all, 0, 0, panel.E}, 0, 0, panel.place(0), panel.n);
+        const TileGroup& group = *panel.group;
+        T* const all = static_cast<T*>(const_cast<void*>(c.grad)) + panel.sequence * c.length * panel.E;
+        grad = grad_copy;
+        if (!group.output_row) grad = fetch(grad_copy, {all, 0, 0, panel.E}, 0, 0, panel.output_row(0), panel.n);
         std::fill(lse[0], lse[0] + PANEL, std::numeric_limits<T>::infinity());
         std::fill(along[0], along[0] + PANEL, T(0));
         for (Index i = 0; i < panel.n; ++i) {
-            const Index place = panel.place(i), at = panel.row * c.length + place;
-            if (part.place) std::memset(grad[i], 0, panel.E * sizeof(T));
-            if (place == c.length) continue;
-            if (part.place) std::memcpy(grad[i], all + place * panel.E, panel.E * sizeof(T));
+            const Index row = panel.output_row(i), at = panel.sequence * c.length + row;
+            if (group.output_row) std::memset(grad[i], 0, panel.E * sizeof(T));
+            if (row == c.length) continue;
+            if (group.output_row) std::memcpy(grad[i], all + row * panel.E, panel.E * sizeof(T));
             const T* out = static_cast<const T*>(c.out) + at * panel.E;
             lse[0][i] = static_cast<const T*>(c.lse)[at];
             for (Index e = 0; e < panel.E; ++e) along[0][i] += grad[i][e] * out[e];
         }
         transpose(grad_t, grad, panel.n, T(1));
         std::memset(d_query[0], 0, panel.n * d_query.stride * sizeof(T));
-        panel.meet([this](Index first) { take(first); });
-        store(panel.of_group(part.d_query, part.d_query_group), d_query, panel.z, panel.s, panel.token(0), panel.n);
+        panel.for_each_key_block([this](Index first) { add_gradients(first); });
+        store(panel.of_head(group.d_query, group.d_query_head), d_query, panel.z, panel.s, panel.token(0), panel.n);
     }
 
    private:
-    void take(Index first) {
+    // Adds the gradients of a block of keys, and its share of the gradients of the queries.
+    void add_gradients(Index first) {
         const Index low = panel.low, width = panel.high - low, n = std::min(panel.high, panel.n) - low, m = panel.m;
         const Index stride = panel.scores.stride;
         T *weights = panel.scores[0] + low, *found = d_scores[0] + low;
@@ -340,12 +349,12 @@ struct TileGradients {
     }
 };
 
-// The gradients of the keys `from` to `to`, apart from those of other threads.
+// One thread's gradients of the keys `from` to `to`, to be added to those of other threads.
 template <class T>
-struct Share {
+struct PartialGradients {
     Index from, to;
     Matrix<T> d_key, d_value;
-    Share(const TilesCall& c, Index from, Index to)
+    PartialGradients(const TilesCall& c, Index from, Index to)
         : from(from), to(to), d_key(to - from, c.channels), d_value(to - from, c.value_channels) {}
     View view(const Matrix<T>& x) const { return {x[0] - from * x.stride, 0, 0, x.stride}; }
     void add_to(const View& view, const Matrix<T>& x, Index z, Index s) const {
@@ -355,49 +364,54 @@ struct Share {
 };
 
 template <class T>
-std::unique_ptr<Share<T>> share_of(const TilesCall& c, const Part& part, const Work* first, const Work* last) {
-    Index from = part.keys, to = 0;
-    for (const Work* work = first; work < last; ++work) {
-        const Tile& tile = *work->tile;
-        const Index start = tile.run_start ? 0 : tile.first + work->block * tile.step;
-        from = std::min(from, start), to = std::max<Index>(to, tile.run_start ? part.keys : start + tile.columns);
+std::unique_ptr<PartialGradients<T>> partial_gradients(const TilesCall& c, const TileGroup& group, const PanelRange* first,
+                                                       const PanelRange* last) {
+    Index from = group.keys, to = 0;
+    for (const PanelRange* range = first; range < last; ++range) {
+        const Tile& tile = *range->tile;
+        const Index start = tile.run_start ? 0 : tile.first_column + range->block * tile.column_step;
+        from = std::min(from, start), to = std::max<Index>(to, tile.run_start ? group.keys : start + tile.columns);
     }
-    return std::make_unique<Share<T>>(c, std::min(from, to), to);
+    return std::make_unique<PartialGradients<T>>(c, std::min(from, to), to);
 }
 
 template <class T>
 void tiles_backward(const TilesCall& c) {
-    for (Index p = 0; p < c.parts; ++p) {
-        const Part& part = c.part[p];
-        const std::vector<Work> works = works_of(part);
-        const Index keys = part.sequences * part.subsequences, count = works.size();
-        // Blocks of queries share keys: a sequence's are for one thread, or, where there are more threads, shared out.
-        const Index each = std::clamp<Index>((c.threads + keys - 1) / std::max<Index>(keys, 1), 1, std::max<Index>(count, 1));
-        std::vector<std::unique_ptr<Share<T>>> shares(each > 1 ? keys * each : 0);
+    for (Index number = 0; number < c.groups; ++number) {
+        const TileGroup& group = c.group[number];
+        const std::vector<PanelRange> ranges = panel_ranges(group);
+        const Index sequences = group.sequences * group.subsequences, count = ranges.size();
+        // Blocks of queries share keys, so one thread takes a whole sequence. With more threads than sequences, several threads
+        // share a sequence, each with partial gradients of its own.
+        const Index each =
+            std::clamp<Index>((c.threads + sequences - 1) / std::max<Index>(sequences, 1), 1, std::max<Index>(count, 1));
+        std::vector<std::unique_ptr<PartialGradients<T>>> partial(each > 1 ? sequences * each : 0);
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
         {
             TileGradients<T> gradients(c);
 #pragma omp for schedule(dynamic)
-            for (Index u = 0; u < keys * each; ++u) {
-                const Work *first = works.data() + count * (u % each) / each, *last = works.data() + count * (u % each + 1) / each;
-                gradients.d_key = part.d_key, gradients.d_value = part.d_value;
+            for (Index u = 0; u < sequences * each; ++u) {
+                const PanelRange *first = ranges.data() + count * (u % each) / each,
+                                 *last = ranges.data() + count * (u % each + 1) / each;
+                gradients.d_key = group.d_key, gradients.d_value = group.d_value;
                 if (each > 1) {
-                    shares[u] = share_of<T>(c, part, first, last);
-                    gradients.d_key = shares[u]->view(shares[u]->d_key), gradients.d_value = shares[u]->view(shares[u]->d_value);
+                    partial[u] = partial_gradients<T>(c, group, first, last);
+                    gradients.d_key = partial[u]->view(partial[u]->d_key);
+                    gradients.d_value = partial[u]->view(partial[u]->d_value);
                 }
                 const Index sequence = u / each;
-                for (Index g = 0; g < part.groups; ++g)
-                    for (const Work* work = first; work < last; ++work) {
-                        gradients.panel.begin(part, *work, sequence / part.subsequences, sequence % part.subsequences, g);
+                for (Index g = 0; g < group.query_heads; ++g)
+                    for (const PanelRange* range = first; range < last; ++range) {
+                        gradients.panel.begin(group, *range, sequence / group.subsequences, sequence % group.subsequences, g);
                         gradients.run();
                     }
             }
 #pragma omp for
-            for (Index sequence = 0; sequence < (each > 1 ? keys : 0); ++sequence)
+            for (Index sequence = 0; sequence < (each > 1 ? sequences : 0); ++sequence)
                 for (Index i = sequence * each; i < (sequence + 1) * each; ++i) {
-                    const Index z = sequence / part.subsequences, s = sequence % part.subsequences;
-                    shares[i]->add_to(part.d_key, shares[i]->d_key, z, s);
-                    shares[i]->add_to(part.d_value, shares[i]->d_value, z, s);
+                    const Index z = sequence / group.subsequences, s = sequence % group.subsequences;
+                    partial[i]->add_to(group.d_key, partial[i]->d_key, z, s);
+                    partial[i]->add_to(group.d_value, partial[i]->d_value, z, s);
                 }
         }
     }

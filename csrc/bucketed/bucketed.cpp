@@ -1,10 +1,11 @@
-// The bucketed engine's inner loops for CPUs: bucketed.py says who sees whom.
+// Softmax attention inside buckets: engines/bucketed.py says which keys a query sees.
 //
-// In each round keys are sorted by (bucket, position), and queries that stand together meet a run of sorted keys in one small
-// product; pairs that the rule or an earlier round has shown are barred one by one. Softmax is kept as it grows, with the
-// largest score so far; the backward pass computes the weights again from its logarithm (Dao et al., 2022, arXiv:2205.14135).
+// In each round keys are sorted by (bucket, position), and consecutive queries attend to a run of sorted keys in one small
+// product; pairs that the rule excludes, or that an earlier round has shown, are masked one by one. Softmax is accumulated
+// online, with the largest score so far; the backward pass recomputes the weights from the log-sum-exp (Dao et al., 2022,
+// arXiv:2205.14135).
 //
-// B batch, H query heads, K key-value heads, R rounds, n tokens, D channels, E value channels, C tokens a chunk.
+// B batch, H query heads, K key-value heads, R rounds, n tokens, D channels, E value channels, C tokens per chunk.
 
 #include <cmath>
 #include <limits>
@@ -14,7 +15,7 @@
 
 namespace subquad {
 
-constexpr Index TOGETHER = 64;  // queries at most that meet a run of keys
+constexpr Index QUERIES = 64;  // at most, that attend to a run of keys together
 
 struct BucketedCall {
     int64_t batch, heads, kv_heads, tokens, channels, value_channels;
@@ -23,18 +24,19 @@ struct BucketedCall {
     View query, key, value, out, grad, d_query, d_key, d_value;
     const int64_t* query_bucket;  // (B, H, R, n); `buckets` for pads
     const int64_t* key_bucket;    // (B, K, R, n)
-    void* lse;                    // (B, H, n): the log-sum-exp of each query's scores; infinity where it sees but its own value
+    void* lse;                    // (B, H, n): the log-sum-exp of each query's scores; infinity if only its own value counts
 };
 
-// One head's tokens in one round: where each key stands when sorted, and each query among them.
+// One head's tokens in one round. The rank of a key is its place in the sorted order; that of a query, the number of keys before
+// it.
 struct Round {
-    std::vector<int32_t> query_bucket, key_bucket;  // by token; of pads -1 and -2
-    std::vector<int32_t> slot, place;               // by token; in chunks where not causal
-    std::vector<int32_t> keys, queries;             // tokens in their order, without pads
-    std::vector<int32_t> sorted_place;              // of `queries`, in tokens
+    std::vector<int32_t> query_bucket, key_bucket;  // by token; -1 and -2 for pads
+    std::vector<int32_t> key_rank, query_rank;      // by token; in chunks if not causal
+    std::vector<int32_t> keys, queries;             // tokens in sorted order, without pads
+    std::vector<int32_t> sorted_rank;               // of `queries`, in tokens
 
     Round(const BucketedCall& c, const int64_t* of_queries, const int64_t* of_keys)
-        : query_bucket(c.tokens), key_bucket(c.tokens), slot(c.tokens), place(c.tokens) {
+        : query_bucket(c.tokens), key_bucket(c.tokens), key_rank(c.tokens), query_rank(c.tokens) {
         std::vector<int32_t> query_start(c.buckets + 1), key_start(c.buckets + 1);
         for (Index i = 0; i < c.tokens; ++i) {
             query_bucket[i] = of_queries[i] == c.buckets ? -1 : int32_t(of_queries[i]);
@@ -43,53 +45,53 @@ struct Round {
             if (key_bucket[i] >= 0) ++key_start[key_bucket[i] + 1];
         }
         for (Index b = 0; b < c.buckets; ++b) query_start[b + 1] += query_start[b], key_start[b + 1] += key_start[b];
-        keys.resize(key_start[c.buckets]), queries.resize(query_start[c.buckets]), sorted_place.resize(queries.size());
-        for (Index i = 0; i < c.tokens; ++i) {  // starts run along, and so count the keys before
+        keys.resize(key_start[c.buckets]), queries.resize(query_start[c.buckets]), sorted_rank.resize(queries.size());
+        for (Index i = 0; i < c.tokens; ++i) {  // key_start counts the keys placed so far, and so the rank
             if (query_bucket[i] >= 0) {
                 const int32_t sorted = query_start[query_bucket[i]]++;
                 queries[sorted] = int32_t(i);
-                place[i] = sorted_place[sorted] = key_start[query_bucket[i]];
+                query_rank[i] = sorted_rank[sorted] = key_start[query_bucket[i]];
             }
-            if (key_bucket[i] >= 0) keys[slot[i] = key_start[key_bucket[i]]++] = int32_t(i);
+            if (key_bucket[i] >= 0) keys[key_rank[i] = key_start[key_bucket[i]]++] = int32_t(i);
         }
-        for (Index i = 0; i < c.tokens && !c.is_causal; ++i) slot[i] /= int32_t(c.chunk), place[i] /= int32_t(c.chunk);
+        for (Index i = 0; i < c.tokens && !c.is_causal; ++i) key_rank[i] /= int32_t(c.chunk), query_rank[i] /= int32_t(c.chunk);
     }
 };
 
-// Queries `first` to `last` of a round's order, and the sorted keys that they may see.
+// The sorted queries `first` to `last`, and the sorted keys `from` to `to` that they may see.
 struct Run {
     Index first, last, from, to;
 };
 
 std::vector<Run> runs(const BucketedCall& c, const Round& round) {
     std::vector<Run> found;
-    const std::vector<int32_t>& place = round.sorted_place;
-    for (Index i = 0, end; i < Index(place.size()); i = end) {
-        const Index chunk = place[i] / c.chunk;
-        const Index from = std::max<Index>(c.is_causal ? place[i] - c.chunk : (chunk - 1) * c.chunk, 0);
-        for (end = i + 1; end < Index(place.size()) && end - i < TOGETHER; ++end)
-            if (c.is_causal ? place[end] - from > c.chunk + TOGETHER : place[end] / c.chunk != chunk) break;
-        const Index to = std::min<Index>(c.is_causal ? place[end - 1] : (chunk + 1) * c.chunk, round.keys.size());
+    const std::vector<int32_t>& rank = round.sorted_rank;
+    for (Index i = 0, end; i < Index(rank.size()); i = end) {
+        const Index chunk = rank[i] / c.chunk;
+        const Index from = std::max<Index>(c.is_causal ? rank[i] - c.chunk : (chunk - 1) * c.chunk, 0);
+        for (end = i + 1; end < Index(rank.size()) && end - i < QUERIES; ++end)
+            if (c.is_causal ? rank[end] - from > c.chunk + QUERIES : rank[end] / c.chunk != chunk) break;
+        const Index to = std::min<Index>(c.is_causal ? rank[end - 1] : (chunk + 1) * c.chunk, round.keys.size());
         if (from < to) found.push_back({i, end, from, to});
     }
     return found;
 }
 
-// What a thread needs to let a run of queries meet its keys.
+// A run of queries and its keys, and their scores.
 template <class T>
-struct Meeting {
+struct Pairs {
     const BucketedCall& c;
-    Index D, E, n = 0, m = 0;  // queries and keys that meet
+    Index D, E, n = 0, m = 0;  // n queries, m keys
     const int32_t *queries = nullptr, *keys = nullptr;
     Matrix<T> query, key, key_t, value, weights, result;
-    std::vector<int32_t> bucket, slot;  // of the keys
+    std::vector<int32_t> bucket, rank;  // of the keys
 
-    explicit Meeting(const BucketedCall& c)
-        : c(c), D(c.channels), E(c.value_channels), query(TOGETHER, D), key(most(c), D), key_t(D, most(c)), value(most(c), E),
-          weights(TOGETHER, most(c)), result(TOGETHER, std::max(D, E)), bucket(padded<T>(most(c))), slot(padded<T>(most(c))) {}
-    static Index most(const BucketedCall& c) { return std::max<Index>(2 * c.chunk, c.chunk + TOGETHER); }
+    explicit Pairs(const BucketedCall& c)
+        : c(c), D(c.channels), E(c.value_channels), query(QUERIES, D), key(most(c), D), key_t(D, most(c)), value(most(c), E),
+          weights(QUERIES, most(c)), result(QUERIES, std::max(D, E)), bucket(padded<T>(most(c))), rank(padded<T>(most(c))) {}
+    static Index most(const BucketedCall& c) { return std::max<Index>(2 * c.chunk, c.chunk + QUERIES); }
 
-    // Scores of all pairs, minus infinity where a pair is barred.
+    // The scores of all pairs, minus infinity for masked ones.
     void score(const std::vector<Round>& rounds, std::size_t now, const Run& run, Index b, Index h, Index kv) {
         n = run.last - run.first, m = run.to - run.from;
         queries = rounds[now].queries.data() + run.first, keys = rounds[now].keys.data() + run.from;
@@ -103,28 +105,28 @@ struct Meeting {
         }
         transpose(key_t, key, m);
         product(weights[0], weights.stride, query[0], query.stride, Index(1), key_t[0], key_t.stride, n, D, m, false);
-        for (std::size_t round = 0; round <= now; ++round) bar(rounds[round], round < now);
+        for (std::size_t round = 0; round <= now; ++round) mask(rounds[round], round < now);
         for (Index i = 0; i < n; ++i) {
             T* row = weights[i];
             for (Index j = 0; j < m && !c.is_causal; ++j)
-                if (keys[j] == queries[i]) row[j] = barred();
-            std::fill(row + m, row + padded<T>(m), barred());
+                if (keys[j] == queries[i]) row[j] = masked();
+            std::fill(row + m, row + padded<T>(m), masked());
         }
     }
 
-    static constexpr T barred() { return -std::numeric_limits<T>::infinity(); }
+    static constexpr T masked() { return -std::numeric_limits<T>::infinity(); }
 
    private:
-    // Bars the pairs that a round does not show, or those that it does.
-    void bar(const Round& round, bool is_earlier) {
-        for (Index j = 0; j < m; ++j) bucket[j] = round.key_bucket[keys[j]], slot[j] = round.slot[keys[j]];
+    // Masks the pairs that a round does not show; of an earlier round, those that it does.
+    void mask(const Round& round, bool is_earlier) {
+        for (Index j = 0; j < m; ++j) bucket[j] = round.key_bucket[keys[j]], rank[j] = round.key_rank[keys[j]];
         const uint32_t reach = c.is_causal ? uint32_t(c.chunk - 1) : 1;
         for (Index i = 0; i < n; ++i) {
             T* row = weights[i];
-            const int32_t own = round.query_bucket[queries[i]], place = round.place[queries[i]] - int32_t(c.is_causal);
+            const int32_t own = round.query_bucket[queries[i]], at = round.query_rank[queries[i]] - int32_t(c.is_causal);
             for (Index j = 0; j < m; ++j) {
-                const bool is_shown = (bucket[j] == own) & (uint32_t(place - slot[j]) <= reach);
-                row[j] = is_shown != is_earlier ? row[j] : barred();
+                const bool is_shown = (bucket[j] == own) & (uint32_t(at - rank[j]) <= reach);
+                row[j] = is_shown != is_earlier ? row[j] : masked();
             }
         }
     }
@@ -134,14 +136,14 @@ struct Meeting {
 
 template <class T>
 struct Softmax {
-    Matrix<T> out;           // (n x E), not divided yet
+    Matrix<T> out;           // (n x E), not normalized yet
     std::vector<T> top, sum;  // by query: the largest score so far, and sum e^(score - top)
 
     explicit Softmax(const BucketedCall& c) : out(c.tokens, c.value_channels), top(c.tokens), sum(c.tokens) {}
 
     void begin(const BucketedCall& c, const Round& round, Index b, Index h, Index kv) {
         out.clear();
-        std::fill(top.begin(), top.end(), Meeting<T>::barred());
+        std::fill(top.begin(), top.end(), Pairs<T>::masked());
         std::fill(sum.begin(), sum.end(), T(0));
         if (c.shared) return;
         for (Index i = 0; i < c.tokens; ++i) {  // its own key
@@ -154,12 +156,13 @@ struct Softmax {
         }
     }
 
-    void take(Meeting<T>& x) {
+    // Adds the pairs to the sums of their queries.
+    void add_pairs(Pairs<T>& x) {
         std::vector<T> decay(x.n);
         for (Index i = 0; i < x.n; ++i) {
             const int32_t token = x.queries[i];
             const T most = std::max(top[token], largest(x.weights[i], padded<T>(x.m)));
-            if (most == Meeting<T>::barred()) {
+            if (most == Pairs<T>::masked()) {
                 decay[i] = 1;
                 std::fill(x.weights[i], x.weights[i] + padded<T>(x.m), T(0));
                 continue;
@@ -206,7 +209,7 @@ void bucketed_forward(const BucketedCall& c) {
     const Index group = c.heads / c.kv_heads;
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
-        Meeting<T> meeting(c);
+        Pairs<T> pairs(c);
         Softmax<T> softmax(c);
 #pragma omp for schedule(dynamic) collapse(2)
         for (Index b = 0; b < c.batch; ++b)
@@ -216,8 +219,8 @@ void bucketed_forward(const BucketedCall& c) {
                 softmax.begin(c, rounds[0], b, h, kv);
                 for (std::size_t now = 0; now < rounds.size(); ++now)
                     for (const Run& run : runs(c, rounds[now])) {
-                        meeting.score(rounds, now, run, b, h, kv);
-                        softmax.take(meeting);
+                        pairs.score(rounds, now, run, b, h, kv);
+                        softmax.add_pairs(pairs);
                     }
                 softmax.finish(c, rounds[0], b, h, kv);
             }
@@ -230,15 +233,15 @@ template <class T>
 struct BucketedGradients {
     Matrix<T> d_query, d_key, d_value;  // (n x D), (n x D), (n x E)
     Matrix<T> grad, value_t, d_scores, found;
-    std::vector<T> along;  // by query: its output's gradient times its output
+    std::vector<T> along;  // by query: the product of its output and the gradient
 
     explicit BucketedGradients(const BucketedCall& c)
         : d_query(c.tokens, c.channels), d_key(c.tokens, c.channels), d_value(c.tokens, c.value_channels),
-          grad(TOGETHER, c.value_channels), value_t(c.value_channels, Meeting<T>::most(c)),
-          d_scores(TOGETHER, Meeting<T>::most(c)), found(Meeting<T>::most(c), std::max(c.channels, c.value_channels)),
+          grad(QUERIES, c.value_channels), value_t(c.value_channels, Pairs<T>::most(c)),
+          d_scores(QUERIES, Pairs<T>::most(c)), found(Pairs<T>::most(c), std::max(c.channels, c.value_channels)),
           along(c.tokens) {}
 
-    // What does not depend on other tokens: the gradient's product with the output, and each query's own key or value.
+    // What does not depend on other tokens: the product of output and gradient, and the query's own key or value.
     void begin(const BucketedCall& c, const Round& round, const T* lse, Index b, Index h, Index kv) {
         d_query.clear();
         for (Index i = 0; i < c.tokens; ++i) {
@@ -262,7 +265,8 @@ struct BucketedGradients {
         }
     }
 
-    void take(Meeting<T>& x, const T* lse, Index b, Index h) {
+    // Adds the gradients of the pairs.
+    void add_pairs(Pairs<T>& x, const T* lse, Index b, Index h) {
         for (Index i = 0; i < x.n; ++i) {
             const int32_t token = x.queries[i];
             std::memcpy(grad[i], x.c.grad.template at<T>(b, h, token), x.E * sizeof(T));
@@ -293,7 +297,7 @@ void bucketed_backward(const BucketedCall& c) {
     const Index group = c.heads / c.kv_heads;
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
-        Meeting<T> meeting(c);
+        Pairs<T> pairs(c);
         BucketedGradients<T> g(c);
 #pragma omp for schedule(dynamic) collapse(2)
         for (Index b = 0; b < c.batch; ++b)
@@ -306,8 +310,8 @@ void bucketed_backward(const BucketedCall& c) {
                     g.begin(c, rounds[0], lse, b, h, kv);
                     for (std::size_t now = 0; now < rounds.size(); ++now)
                         for (const Run& run : runs(c, rounds[now])) {
-                            meeting.score(rounds, now, run, b, h, kv);
-                            g.take(meeting, lse, b, h);
+                            pairs.score(rounds, now, run, b, h, kv);
+                            g.add_pairs(pairs, lse, b, h);
                         }
                     store(c.d_query, g.d_query, b, h, 0, c.tokens);
                 }

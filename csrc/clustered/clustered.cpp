@@ -1,8 +1,9 @@
-// The clustered engine's inner loops for CPUs: clustered.py says what they compute.
+// Attention of clustered queries: engines/clustered.py says what it computes.
 //
-// A block of clusters meets all keys together. Scores stand transposed, a row a key, so that keys are read where they are and a
-// vector holds neighbouring clusters. A cluster's k largest keys reach the k-th largest of the peaks of short runs of keys, so that
-// few runs are searched. The backward pass computes all weights again.
+// A block of clusters attends to all keys together. Scores are stored transposed, one row per key, so that keys are read in place
+// and a vector holds consecutive clusters. To find the k top keys of a cluster, keys are divided into short runs: a top key's score
+// is at least the k-th largest of the runs' maxima, its peaks, so only few runs need to be searched. The backward pass recomputes
+// all weights.
 //
 // B batch, H query heads, K key-value heads, N queries, M keys, D channels, E value channels, C clusters, k keys of each.
 
@@ -15,26 +16,26 @@
 
 namespace subquad {
 
-constexpr Index MEMBERS = 48;  // queries at most that meet the keys of their cluster
-constexpr Index KEYS = 192;    // that a block of clusters meets at a time; whole runs
-constexpr int HALVINGS = 12;   // to find the k-th largest peak
+constexpr Index MEMBERS = 48;  // queries of a cluster at a time, at most
+constexpr Index KEYS = 192;    // at a time; whole runs
+constexpr int HALVINGS = 12;   // of the interval that contains the k-th largest peak
 
 struct ClusteredCall {
     int64_t batch, heads, kv_heads, queries, keys, channels, value_channels, clusters, topk, threads;
     double scale;
     View query, key, value, out, grad, d_query, d_key, d_value;
-    void* rest;                 // (B, H, C, E): the sum over keys that are not among the largest
-    void* mass;                 // (B, H, C): the weight of those that are
-    void* lse;                  // (B, H, C): log-sum-exp of the scores; infinity where there is no key
+    void* rest;                 // (B, H, C, E): the weighted sum of all values but those of the top keys
+    void* mass;                 // (B, H, C): the weight of the top keys
+    void* lse;                  // (B, H, C): the log-sum-exp of the scores; infinity if there are there are no keys
     const int64_t* assignment;  // (B, H, N)
     const uint8_t* mask;        // (B, M); null: all keys are real
-    const uint8_t* real;        // (B, N); null: all queries are
-    int32_t* top;               // (B, H, C, k): the keys of largest score, ascending; -1 where there are no more
+    const uint8_t* real;        // (B, N); null: all queries are real
+    int32_t* top;               // (B, H, C, k): the top keys, ascending; -1 if there are fewer
 };
 
 // One head's queries, ordered by cluster.
 struct Members {
-    std::vector<int32_t> start, query, real;  // (C + 1,), (N,); (C,): how many real ones
+    std::vector<int32_t> start, query, real;  // (C + 1,), (N,); (C,): the number of real ones
 
     void load(const ClusteredCall& c, Index head) {
         const int64_t* of = c.assignment + head * c.queries;
@@ -54,14 +55,14 @@ std::vector<Members> members_of(const ClusteredCall& c) {
     return found;
 }
 
-// A block of clusters of one head, and what a thread needs for it.
+// A block of clusters of one head.
 template <class T, Index VECTORS>
 struct Clusters {
     static constexpr Index MOST = VECTORS * LANES<T>;
     static constexpr T NONE = -std::numeric_limits<T>::infinity();
 
     const ClusteredCall& c;
-    Index D, E, b = 0, h = 0, kv = 0, first = 0, n = 0, width = 0;  // n clusters in whole vectors
+    Index D, E, b = 0, h = 0, kv = 0, first = 0, n = 0, width = 0;  // n clusters, `width` with padding
     const Members* members = nullptr;
     Matrix<T> mean, mean_t;              // (MOST x D): of the queries, times the scale
     Matrix<T> key_rows, value_rows;      // (KEYS x D), (KEYS x E)
@@ -86,7 +87,7 @@ struct Clusters {
         transpose(mean_t, mean, MOST);
     }
 
-    // Of the block's cluster i: its members, and where its numbers stand.
+    // The members and results of cluster i of the block.
     const int32_t* from(Index i) const { return members->query.data() + members->start[first + i]; }
     const int32_t* to(Index i) const { return members->query.data() + members->start[first + i + 1]; }
     int real(Index i) const { return members->real[first + i]; }
@@ -111,7 +112,7 @@ struct Clusters {
             if (!c.mask[b * c.keys + start + j]) std::fill(scores[j], scores[j] + width, NONE);
     }
 
-    // The largest keys of cluster i, and their values; how many.
+    // Copies the top keys of cluster i and their values; returns how many there are.
     Index gather(Index i) {
         const int32_t* top = this->top(i);
         Index k = 0;
@@ -119,7 +120,7 @@ struct Clusters {
             std::memcpy(key[k], c.key.at<T>(b, kv, top[k]), D * sizeof(T));
             std::memcpy(value[k], c.value.at<T>(b, kv, top[k]), E * sizeof(T));
         }
-        for (Index j = k; j < padded<T>(k); ++j) {  // what was there before may be a NaN
+        for (Index j = k; j < padded<T>(k); ++j) {  // old contents may be NaN
             std::fill(key[j], key[j] + D, T(0));
             std::fill(value[j], value[j] + E, T(0));
         }
@@ -127,7 +128,7 @@ struct Clusters {
         return k;
     }
 
-    // The weights of `count` members for their k largest keys.
+    // The weights of `count` members for their k top keys.
     void weigh(const int32_t* who, Index count, Index k) {
         for (Index i = 0; i < count; ++i) {
             std::memcpy(query[i], c.query.at<T>(b, h, who[i]), D * sizeof(T));
@@ -153,7 +154,7 @@ struct ClusteredForward : Clusters<T, 2> {
         T score;
         int32_t key;
     };
-    Index run_length;                        // keys with one peak: as long to search for the peaks as for the keys below them
+    Index run_length;                        // keys per peak: balances the search among peaks and the search inside runs
     Matrix<T> scores, peaks, others, exact;  // (M x MOST), (runs x MOST), (MOST x E), (MEMBERS x E)
     std::vector<Candidate> candidates;
 
@@ -178,8 +179,8 @@ struct ClusteredForward : Clusters<T, 2> {
         T least[MOST], most[MOST];
         bound(least, most);
         for (Index i = 0; i < n; ++i) choose(i, least[i]);
-        share(most);
-        for (Index i = 0; i < n; ++i) meet(i);
+        attend_centroids(most);
+        for (Index i = 0; i < n; ++i) attend_members(i);
     }
 
    private:
@@ -194,7 +195,7 @@ struct ClusteredForward : Clusters<T, 2> {
         }
     }
 
-    // The largest peak, and, found by halving, a score that about k peaks reach, and not fewer; if there are as many.
+    // The largest peak, and a score that at least k peaks reach, if there are k, and not many more; found by bisection.
     void bound(T* least, T* most) const {
         using Bits = typename Simd<T>::Bits;
         for (Index i = 0; i < width; i += LANES<T>) {
@@ -221,7 +222,7 @@ struct ClusteredForward : Clusters<T, 2> {
         }
     }
 
-    // The k keys of largest score; of equal ones the first. A NaN is largest.
+    // The k keys of largest score, the first of equal ones. NaN counts as the largest.
     void choose(Index i, T bound) {
         int32_t* top = this->top(i);
         std::fill(top, top + c.topk, -1);
@@ -244,10 +245,10 @@ struct ClusteredForward : Clusters<T, 2> {
         std::sort(top, top + k);
     }
 
-    // Weights, their mass on the largest keys, and the sum over all others.
-    void share(T* most) {
+    // The weights of all keys, their mass on the top keys, and the sum over all others.
+    void attend_centroids(T* most) {
         T sum[MOST] = {};
-        for (Index i = 0; i < width; ++i) most[i] = most[i] == NONE ? T(0) : most[i];  // no keys
+        for (Index i = 0; i < width; ++i) most[i] = most[i] == NONE ? T(0) : most[i];  // there are no keys
         for (Index start = 0; start < c.keys; start += KEYS)
             for (Index i = 0; i < width; i += LANES<T>) {
                 Vector<T> part = {};
@@ -282,7 +283,8 @@ struct ClusteredForward : Clusters<T, 2> {
         }
     }
 
-    void meet(Index i) {
+    // The output of the members of cluster i.
+    void attend_members(Index i) {
         const Index k = this->from(i) < this->to(i) ? this->gather(i) : 0;
         const T mass = this->mass(i);
         for (const int32_t* who = this->from(i); who < this->to(i); who += MEMBERS) {
@@ -334,8 +336,8 @@ struct ClusteredBackward : Clusters<T, 4> {
     // Adds to the gradients of the head's keys and values.
     void run(const Matrix<T>& keys, const Matrix<T>& values) {
         sum.clear();
-        for (Index i = 0; i < n; ++i) meet(i, keys, values);
-        share(keys, values);
+        for (Index i = 0; i < n; ++i) add_members(i, keys, values);
+        add_centroids(keys, values);
         for (Index i = 0; i < n; ++i) {
             scale(d_mean[i], T(c.scale) / std::max(this->real(i), 1), D);
             for (const int32_t* q = this->from(i); q < this->to(i); ++q)
@@ -344,7 +346,8 @@ struct ClusteredBackward : Clusters<T, 4> {
     }
 
    private:
-    void meet(Index i, const Matrix<T>& keys, const Matrix<T>& values) {
+    // The gradients through the members of cluster i and its top keys.
+    void add_members(Index i, const Matrix<T>& keys, const Matrix<T>& values) {
         const Index k = this->from(i) < this->to(i) ? this->gather(i) : 0;
         const T mass = this->mass(i);
         transpose(value_t, this->value, k);
@@ -354,7 +357,7 @@ struct ClusteredBackward : Clusters<T, 4> {
             const Index count = std::min<Index>(this->to(i) - who, MEMBERS);
             for (Index q = 0; q < count; ++q) std::memcpy(grad[q], c.grad.template at<T>(b, h, who[q]), E * sizeof(T));
             add_rows<T>(sum[i], grad, count);
-            if (k) d_mass[i] += take(who, count, k, mass);
+            if (k) d_mass[i] += add_top_keys(who, count, k, mass);
             for (Index q = 0; q < count; ++q) {
                 T* to = c.d_query.template at<T>(b, h, who[q]);
                 for (Index d = 0; d < D; ++d) to[d] = k ? T(c.scale) * d_query[q][d] : T(0);
@@ -366,8 +369,8 @@ struct ClusteredBackward : Clusters<T, 4> {
         }
     }
 
-    // `count` members with their k largest keys: what they add to the mass's gradient.
-    T take(const int32_t* who, Index count, Index k, T mass) {
+    // `count` members and their k top keys; returns their share of the gradient of the mass.
+    T add_top_keys(const int32_t* who, Index count, Index k, T mass) {
         Matrix<T>& weights = this->weights;
         this->weigh(who, count, k);
         const Index stride = d_weights.stride;
@@ -388,8 +391,8 @@ struct ClusteredBackward : Clusters<T, 4> {
         return d_mass;
     }
 
-    // The shared rows: the weights of all keys, a part of them at a time.
-    void share(const Matrix<T>& keys, const Matrix<T>& values) {
+    // The gradients through the attention of the centroids, KEYS keys at a time.
+    void add_centroids(const Matrix<T>& keys, const Matrix<T>& values) {
         T lse[MOST], along[MOST] = {};  // sum_j A_j dA_j
         Index next[MOST] = {};
         std::fill(lse, lse + MOST, -NONE);
@@ -450,28 +453,29 @@ template <class T>
 void clustered_backward(const ClusteredCall& c) {
     const std::vector<Members> members = members_of(c);
     const Index heads = c.batch * c.kv_heads, group = c.heads / c.kv_heads, blocks = ClusteredBackward<T>::blocks(c);
-    // Clusters share keys: a head's are for one thread, or, where there are more threads, shared out.
+    // Clusters share keys, so one thread takes a whole head. With more threads than heads, several threads share a head, each
+    // with partial gradients of its own.
     const Index each = std::clamp<Index>((c.threads + heads - 1) / std::max<Index>(heads, 1), 1, group * blocks);
-    std::vector<std::unique_ptr<KeyGradients<T>>> parts(each > 1 ? heads * each : 0);
+    std::vector<std::unique_ptr<KeyGradients<T>>> partial(each > 1 ? heads * each : 0);
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
         ClusteredBackward<T> clusters(c);
         auto own = std::make_unique<KeyGradients<T>>(c);
 #pragma omp for schedule(dynamic)
         for (Index u = 0; u < heads * each; ++u) {
-            const Index head = u / each, part = u % each, all = group * blocks;
+            const Index head = u / each, share = u % each, all = group * blocks;
             own->clear();
-            for (Index w = all * part / each; w < all * (part + 1) / each; ++w) {
+            for (Index w = all * share / each; w < all * (share + 1) / each; ++w) {
                 clusters.begin(members, head * group + w / blocks, w % blocks);
                 clusters.run(own->key, own->value);
             }
             if (each == 1) own->store(c, head);
-            else parts[u] = std::exchange(own, std::make_unique<KeyGradients<T>>(c));
+            else partial[u] = std::exchange(own, std::make_unique<KeyGradients<T>>(c));
         }
 #pragma omp for
         for (Index head = 0; head < (each > 1 ? heads : 0); ++head) {
-            KeyGradients<T>& sum = *parts[head * each];
-            for (Index part = 1; part < each; ++part) sum.add(*parts[head * each + part]);
+            KeyGradients<T>& sum = *partial[head * each];
+            for (Index share = 1; share < each; ++share) sum.add(*partial[head * each + share]);
             sum.store(c, head);
         }
     }

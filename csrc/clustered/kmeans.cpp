@@ -1,7 +1,7 @@
-// k-means of codes of signs, for the clustered engine: clustered.py says which start and how ties go.
+// k-means of sign codes, for the clustered engine: engines/clustered.py says how it starts and breaks ties.
 //
-// Each vector has one bit of many queries: the distances of all of them from a centroid are counted, compared and kept as binary
-// numbers whose digits are vectors.
+// The computation is bit-sliced: a vector holds one bit of many queries, and their distances from a centroid are counted and
+// compared as binary numbers whose digits are such vectors.
 //
 // B batch, H query heads, N queries, C clusters.
 
@@ -19,7 +19,7 @@ struct AssignCall {
 };
 
 typedef uint32_t Digits __attribute__((vector_size(WIDTH), may_alias));
-constexpr Index WORD = 32, GROUP = WIDTH * 8;  // queries of a word and of a vector
+constexpr Index WORD = 32, GROUP = WIDTH * 8;  // queries per word and per vector
 constexpr Index OCTET = 8;                     // bits counted at a time
 constexpr int MOST_DIGITS = 32;
 
@@ -29,7 +29,7 @@ int digits_for(Index most) {
     return digits;
 }
 
-// Three digits of equal weight: `low` becomes the sum's, and the carry is returned.
+// A full adder: `low` becomes the low digit of low + x + y; returns the carry.
 inline Digits add_digits(Digits& low, Digits x, Digits y) {
     const Digits half = low ^ x, carry = (low & x) | (half & y);
     low = half ^ y;
@@ -40,7 +40,7 @@ inline Digits add_digits(Digits& low, Digits x, Digits y) {
 struct Codes {
     Index queries, bits, octets, groups, clusters = 0;
     std::vector<int8_t> sign;          // (N, bits): 1 or -1
-    std::vector<uint32_t> plane;       // (groups, 8 octets, words): a bit of all queries of a group, 0 in what is padded
+    std::vector<uint32_t> plane;       // (groups, 8 octets, words): a bit of all queries of a group, 0 for padding
     std::vector<uint32_t> centroid;    // (C, 8 octets): all ones or all zeros
     std::vector<int32_t> total, near;  // (C, bits): sum of the members' signs; (groups, GROUP): the nearest centroid
     std::vector<int32_t> members;      // (C,)
@@ -73,7 +73,7 @@ struct Codes {
         }
     }
 
-    // The first centroids: codes of rank floor(c n / C) among the n real ones, C being at most n.
+    // The initial centroids: codes of rank floor(c n / C) among the n real ones, C at most n.
     void start(const AssignCall& c, const uint8_t* real) {
         std::vector<Index> who;
         for (Index i = 0; i < queries; ++i)
@@ -86,7 +86,7 @@ struct Codes {
         }
     }
 
-    // The nearest centroid of each query of a group; of equally near ones the first.
+    // The nearest centroid of each query of a group, the first of equally near ones.
     void find(Index group) {
         const int digits = digits_for(octets * OCTET), names = digits_for(clusters);
         const Digits zero = {};
@@ -127,7 +127,7 @@ struct Codes {
             }
     }
 
-    // Centroids become the signs of their members' sum; whether any changed.
+    // Centroids become the signs of their members' sum; returns whether any changed.
     bool move(const uint8_t* real) {
         std::fill(total.begin(), total.end(), 0);
         std::fill(members.begin(), members.end(), 0);
@@ -156,7 +156,7 @@ template <class T>
 void clustered_assign(const AssignCall& c) {
     const Index heads = c.batch * c.heads;
     const int threads = std::max<int>(c.threads, 1);
-    const bool is_many = heads >= threads;  // heads, or else groups of queries, are shared out
+    const bool is_many = heads >= threads;  // threads share heads, or, with few heads, the groups of queries of each
 #pragma omp parallel for schedule(dynamic) num_threads(is_many ? threads : 1)
     for (Index head = 0; head < heads; ++head) {
         const Index b = head / c.heads;

@@ -1,6 +1,6 @@
-// Convolution along the sequence, one kernel a query head: convolution.py says which.
+// Convolution along the sequence, one kernel per query head: engines/convolution.py defines it.
 //
-// A few neighbouring outputs are a product of matrices: the kernel, shifted by one from row to row, times the values around them.
+// A few consecutive outputs are one product of matrices: the kernel, shifted by one from row to row, times the values around them.
 //
 // B batch, H query heads, K key-value heads, N tokens, E channels, c taps.
 
@@ -12,28 +12,28 @@ namespace subquad {
 
 struct ConvolutionCall {
     int64_t batch, heads, kv_heads, tokens, channels, taps, threads;
-    View value, out, grad, d_value;  // (B, K, N, E); (B, H, N, E), which is added to; (B, H, N, E); (B, K, N, E)
+    View value, out, grad, d_value;  // (B, K, N, E); (B, H, N, E), added to; (B, H, N, E); (B, K, N, E)
     const void* kernel;              // (H, c)
     void* d_kernel;                  // (B, H, c)
 };
 
-constexpr Index TOGETHER_OUT = 6, TAPS = 8;
+constexpr Index OUTPUTS = 6, TAPS = 8;  // computed at a time
 
-// One head's kernel, zeros around it.
+// One head's kernel, with zeros around it.
 template <class T>
 struct Kernel {
     Index taps;
     std::vector<T> padded;
-    Kernel(const T* from, Index taps, bool is_reversed) : taps(taps), padded(taps + 2 * TOGETHER_OUT) {
-        for (Index t = 0; t < taps; ++t) padded[TOGETHER_OUT + t] = from[is_reversed ? taps - 1 - t : t];
+    Kernel(const T* from, Index taps, bool is_reversed) : taps(taps), padded(taps + 2 * OUTPUTS) {
+        for (Index t = 0; t < taps; ++t) padded[OUTPUTS + t] = from[is_reversed ? taps - 1 - t : t];
     }
 
     // out_i = or += sum_t kernel_t x_(i + t - c / 2)
     void apply(const Rows<T>& out, const Rows<T>& x, Index tokens, bool add) const {
-        for (Index i = 0; i < tokens; i += TOGETHER_OUT) {
-            const Index rows = std::min(TOGETHER_OUT, tokens - i), start = i - taps / 2;
+        for (Index i = 0; i < tokens; i += OUTPUTS) {
+            const Index rows = std::min(OUTPUTS, tokens - i), start = i - taps / 2;
             const Index from = std::max<Index>(start, 0), to = std::min(start + rows + taps - 1, tokens);
-            product(out[i], out.stride, padded.data() + TOGETHER_OUT + from - start, Index(-1), Index(1), x[from], x.stride, rows,
+            product(out[i], out.stride, padded.data() + OUTPUTS + from - start, Index(-1), Index(1), x[from], x.stride, rows,
                     to - from, out.columns, add);
         }
     }

@@ -221,7 +221,7 @@ def test_extra_tokens_are_saved(tmp_path):
     }
     torch.save(one.state_dict(), tmp_path / "weights.pt")
     other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
-    assert other.config.seed == 5
+    assert other.method.seed == 5
     assert torch.equal(other(x.query, x.key, x.value), one(x.query, x.key, x.value))
 
 
@@ -253,10 +253,10 @@ def test_rows_of_different_length_are_as_each_alone(mode, is_causal):
 
 def test_options():
     for window in (0, 2, 4):
-        with pytest.raises(sq.OptionError, match=r"BigBird.window is"):
+        with pytest.raises(sq.OptionError, match=r"BigBird.window must be"):
             sq.BigBird(window=window)
-    with pytest.raises(sq.OptionError, match=r"BigBird.mode is one of 'itc', 'etc'"):
+    with pytest.raises(sq.OptionError, match=r"BigBird.mode must be one of 'itc', 'etc'"):
         sq.BigBird(mode="btc")
     x = inputs(5)
-    with pytest.raises(sq.UnsupportedError, match="learns its global tokens"):
+    with pytest.raises(sq.UnsupportedError, match="has learned global tokens"):
         sq.attention(x.query, x.key, x.value, sq.BigBird(mode="etc"))

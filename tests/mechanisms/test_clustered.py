@@ -81,7 +81,7 @@ def test_ties_go_to_the_first():
     same = torch.ones(1, 1, 5, 8)
     assert (clustered.assign(same, None, 3, 4) == 0).all()
     scores = torch.tensor([[1.0, 3.0, 1.0, 2.0, 1.0], [0.0] * 5])
-    assert clustered._largest(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
+    assert clustered._top_indices(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
 
 
 def test_pads_of_queries_shape_nothing_and_keep_their_content():
@@ -128,10 +128,10 @@ def test_a_nan_is_not_hidden():
 @pytest.mark.parametrize("name", ["clusters", "bits", "iterations"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True])
 def test_options(name, value):
-    with pytest.raises(sq.OptionError, match=f"Clustered.{name} is a whole number of at least 1"):
+    with pytest.raises(sq.OptionError, match=f"Clustered.{name} must be a whole number of at least 1"):
         sq.Clustered(**{name: value})
 
 
 def test_topk_may_be_zero_and_not_less():
-    with pytest.raises(sq.OptionError, match="topk is a whole number of at least 0"):
+    with pytest.raises(sq.OptionError, match="topk must be a whole number of at least 0"):
         sq.Clustered(topk=-1)

@@ -64,7 +64,7 @@ def test_layers_are_tied():
 
 def test_more_keys_than_columns_are_refused():
     module = sq.Linformer(rank=3, max_length=20).build(heads=4, head_dim=8).double()
-    with pytest.raises(sq.InputError, match=r"max_length=20 of them; got 21 keys\. Build it with a larger max_length"):
+    with pytest.raises(sq.InputError, match=r"at most max_length=20; got 21\. Build it with a larger max_length"):
         module(*qkv(21))
     q, k, v = qkv(20)
     assert module(torch.cat([q, q], dim=2), k, v).shape == (2, 4, 40, 8)
@@ -83,7 +83,7 @@ def test_a_token_uses_one_column_wherever_pads_stand():
 
 
 def test_bad_options():
-    with pytest.raises(sq.OptionError, match=r"Linformer\.share is one of 'none', 'head', 'kv', 'layer'; got 'heads'"):
+    with pytest.raises(sq.OptionError, match=r"Linformer\.share must be one of 'none', 'head', 'kv', 'layer'; got 'heads'"):
         sq.Linformer(share="heads")
-    with pytest.raises(sq.OptionError, match=r"Linformer\.rank is a whole number of at least 1; got 0"):
+    with pytest.raises(sq.OptionError, match=r"Linformer\.rank must be a whole number of at least 1; got 0"):
         sq.Linformer(rank=0)

@@ -116,23 +116,23 @@ def test_a_global_mask_replaces_the_first_tokens():
 def test_a_global_mask_and_a_state_are_refused_together():
     x = inputs(5)
     options = {"is_causal": True, "return_state": True}
-    with pytest.raises(sq.InputError, match=r"a later token may be global and see every earlier key.*num_global"):
+    with pytest.raises(sq.InputError, match=r"a later token might be global and attend to every earlier key.*num_global"):
         sq.attention(x.query, x.key, x.value, sq.Longformer(), global_mask=marked([[0], [1]], 5), **options)
     _, state = sq.attention(x.query, x.key, x.value, sq.Longformer(), **options)
-    with pytest.raises(sq.InputError, match="do not go together"):
+    with pytest.raises(sq.InputError, match="cannot decode with a global_mask"):
         sq.attention(x.query, x.key, x.value, sq.Longformer(), global_mask=marked([[0], [1]], 5), is_causal=True, state=state)
 
 
 @pytest.mark.parametrize("dilation", [(1,), (1, 2), (1, 2, 3, 4)])
 def test_one_dilation_for_each_head(dilation):
     x = inputs(5)
-    with pytest.raises(sq.InputError, match=f"one number for each head; got {len(dilation)} for 3 heads"):
+    with pytest.raises(sq.InputError, match=f"one number per head; got {len(dilation)} for 3 heads"):
         sq.attention(x.query, x.key, x.value, sq.Longformer(dilation=dilation))
 
 
 @pytest.mark.parametrize("dilation", [(), (1, 0), (1, 2.0), (True, 1), 0, 1.5])
 def test_dilation_is_a_count(dilation):
-    with pytest.raises(sq.OptionError, match=r"Longformer.dilation is a whole number of at least 1"):
+    with pytest.raises(sq.OptionError, match=r"Longformer.dilation must be a whole number of at least 1"):
         sq.Longformer(dilation=dilation)
 
 
@@ -215,5 +215,5 @@ def test_global_mask_with_global_projections(rows, is_causal):
 
 
 def test_dilations_for_other_heads_are_refused_when_built():
-    with pytest.raises(sq.InputError, match="one number for each head; got 3 for 4 heads"):
+    with pytest.raises(sq.InputError, match="one number per head; got 3 for 4 heads"):
         sq.Longformer(dilation=(1, 2, 3)).build(heads=4, head_dim=8)

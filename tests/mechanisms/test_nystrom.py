@@ -77,13 +77,13 @@ def test_convolution_is_pytorchs():
 def test_with_a_convolution_it_is_a_module():
     assert sq.why_not("nystrom", functional=True) == []
     (reason,) = sq.why_not(sq.Nystrom(conv=3), functional=True)
-    assert "with conv it learns kernels" in reason
+    assert "with conv it has learned kernels" in reason
     with pytest.raises(sq.UnsupportedError, match="nystrom with its default options"):
         sq.attention(*qkv(9), sq.Nystrom(conv=3))
 
 
 def test_bad_options():
-    with pytest.raises(sq.OptionError, match=r"Nystrom\.conv is odd, so that a kernel has a middle; got 4"):
+    with pytest.raises(sq.OptionError, match=r"Nystrom\.conv must be odd, so that a kernel has a middle; got 4"):
         sq.Nystrom(conv=4)
-    with pytest.raises(sq.OptionError, match=r"Nystrom\.landmarks is a whole number of at least 1; got 0"):
+    with pytest.raises(sq.OptionError, match=r"Nystrom\.landmarks must be a whole number of at least 1; got 0"):
         sq.Nystrom(landmarks=0)

@@ -89,7 +89,7 @@ def test_centroids_are_saved_and_a_layer_trains_them():
 
 @pytest.mark.parametrize("decay", [0, 1, 1.5, -0.1, "0.9", True])
 def test_decay_is_between_0_and_1(decay):
-    with pytest.raises(sq.OptionError, match=r"Routing\.decay is"):
+    with pytest.raises(sq.OptionError, match=r"Routing\.decay must be"):
         sq.Routing(decay=decay)
 
 

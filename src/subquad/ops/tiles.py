@@ -29,16 +29,17 @@ EMPTY = MASKED / 10  # a log-sum-exp below this is that of an empty row
 
 
 class Tile(NamedTuple):
-    """`count` blocks of `rows` queries, from `first_row` on. Block b sees the `columns` keys from `first_column + b column_step`.
+    """`blocks` equal blocks of `rows` queries, from `first_row` on. Block b sees the `columns` keys that start at
+    `first_column + b * column_step`.
 
-    `mask` (Z S or 1, count or 1, rows or 1, columns) is added to the scores. `is_causal`: query i of a block sees its keys 0 to
-    i. `run_starts` (R or 1, count, r): block b sees r runs of `columns / r` keys instead, which start there. A run ends early
-    where there are no more keys, and is left out if it starts at -1.
+    `mask` (Z S or 1, blocks or 1, rows or 1, columns) is added to the scores. `is_causal`: query i of a block sees its keys 0
+    to i. `run_starts` (R or 1, blocks, r): block b sees r runs of `columns / r` keys instead, which start there. A run ends
+    early where there are no more keys, and is left out if it starts at -1.
     """
 
     first_row: int
     rows: int
-    count: int
+    blocks: int
     first_column: int
     column_step: int
     columns: int
@@ -96,12 +97,13 @@ def saved_groups(ctx: Any, saved: Sequence[Tensor]) -> list[TileGroup]:
     for number, tiles in enumerate(ctx.tiles):
         output_row, bias = next(constants), next(constants)
         filled = [tile._replace(mask=next(constants), run_starts=next(constants)) for tile in tiles]
-        groups.append(TileGroup(*saved[3 * number : 3 * number + 3], filled, output_row, bias))
+        query, key, value = saved[3 * number : 3 * number + 3]
+        groups.append(TileGroup(query, key, value, filled, output_row, bias))
     return groups
 
 
 _LANES = 16  # numbers in the widest vector register
-_SPAN = ("first_row", "rows", "count", "first_column", "column_step", "columns", "is_causal")
+_SPAN = ("first_row", "rows", "blocks", "first_column", "column_step", "columns", "is_causal")
 _MASK = ("mask_sequence", "mask_block", "mask_key", "mask_has_rows")
 _Tile = native_call.structure("Tile", (*_SPAN, *_MASK, "runs", "runs_row"), (), (), ("mask", "run_start"))
 _SIZES = ("sequences", "subsequences", "query_heads", "queries", "keys")
@@ -144,7 +146,7 @@ class CompiledSoftmax(torch.autograd.Function):
 
 
 def _as_kernel_reads(group: TileGroup) -> TileGroup:
-    """Adjacent channels, and masks transposed to (Z S or 1, count or 1, columns, rows or 1)."""
+    """Adjacent channels, and masks transposed to (Z S or 1, blocks or 1, columns, rows or 1)."""
     query, key, value = (native_call.as_rows(x) for x in (group.query, group.key, group.value))
     output_row, bias = (None if x is None else x.contiguous() for x in (group.output_row, group.bias))
     tiles = [tile if tile.mask is None and tile.run_starts is None else _tile_as_kernel_reads(tile) for tile in group.tiles]
@@ -171,7 +173,7 @@ def _call(
     out = tensors["out"]
     sizes = (len(groups), out.shape[1], groups[0].query.shape[-1], out.shape[2])
     numbers = {**dict(zip(_NUMBERS, sizes, strict=True)), "scale": scale, "group": ctypes.addressof(array)}
-    pairs = sum(tile.count * tile.rows * tile.columns * g.query.shape[:3].numel() for g in groups for tile in g.tiles)
+    pairs = sum(tile.blocks * tile.rows * tile.columns * g.query.shape[:3].numel() for g in groups for tile in g.tiles)
     native_call.call(function, _Call, numbers, {}, tensors, pairs * 2 * out.shape[2])
 
 

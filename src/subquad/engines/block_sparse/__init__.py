@@ -72,22 +72,22 @@ def _reorder(call: Call, layout: Layout, order: Tensor, mask: Tensor) -> tuple[C
 
 def _positions(global_mask: Tensor) -> GlobalTokens | None:
     most = int(global_mask.sum(1).max()) if global_mask.numel() else 0
-    index, exists = (t[:, :most] for t in real_first(global_mask))
-    return GlobalTokens(index, exists) if most else None
+    position, exists = (t[:, :most] for t in real_first(global_mask))
+    return GlobalTokens(position, exists) if most else None
 
 
 def _set_global_rows(out: Tensor, call: Call, layout: Layout, tokens: GlobalTokens) -> Tensor:
     """`out` (B, H, n, Dv) with the rows of global tokens, which see all tokens, or when causal all before them."""
-    index, exists = (t.expand(call.query.shape[0], -1) for t in tokens)
+    position, exists = (t.expand(call.query.shape[0], -1) for t in tokens)
     query, key, value = layout.global_rows or (call.query, call.key, call.value)
     length = query.shape[2]
     visible = exists.unsqueeze(-1).expand(-1, -1, length)  # (B, g, n)
     if call.key_padding_mask is not None:
         visible = visible & call.key_padding_mask.unsqueeze(1)
     if call.is_causal:
-        visible = visible & (torch.arange(length, device=query.device) <= index.unsqueeze(-1))
-    rows = dense.attend_masked(take_tokens(query, index), key, value, visible.unsqueeze(1), call.softmax_scale)
-    target = torch.where(exists, index, length)[:, None, :, None].expand(-1, out.shape[1], -1, out.shape[-1])
+        visible = visible & (torch.arange(length, device=query.device) <= position.unsqueeze(-1))
+    rows = dense.attend_masked(take_tokens(query, position), key, value, visible.unsqueeze(1), call.softmax_scale)
+    target = torch.where(exists, position, length)[:, None, :, None].expand(-1, out.shape[1], -1, out.shape[-1])
     return F.pad(out, (0, 0, 0, 1)).scatter(2, target, rows.to(out.dtype))[:, :, :length]
 
 

@@ -19,7 +19,7 @@ Heads = tuple[int, ...] | None  # query heads; None: all
 class GlobalTokens(NamedTuple):
     """Tokens that every query sees, and that see every key."""
 
-    index: Tensor  # (B or 1, g): their positions
+    position: Tensor  # (B or 1, g)
     exists: Tensor  # (B or 1, g) bool: False for entries that stand for no token
 
 

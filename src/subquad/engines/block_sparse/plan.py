@@ -41,15 +41,15 @@ def _select_heads(call: Call, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 def _is_global(tokens: GlobalTokens, batch: int, length: int) -> Tensor:
     """(B, n) bool."""
-    found = torch.zeros(batch, length + 1, dtype=torch.bool, device=tokens.index.device)
-    return found.scatter(1, torch.where(tokens.exists, tokens.index, length).expand(batch, -1), True)[:, :length]
+    found = torch.zeros(batch, length + 1, dtype=torch.bool, device=tokens.position.device)
+    return found.scatter(1, torch.where(tokens.exists, tokens.position, length).expand(batch, -1), True)[:, :length]
 
 
 def _global_columns(x: Tokens, tokens: GlobalTokens, is_causal: bool) -> TileGroup:
     """The global tokens as keys of all queries; when causal, of those after them."""
-    key, value = (take_tokens(t, tokens.index.expand(len(t), -1)) for t in (x.key, x.value))
+    key, value = (take_tokens(t, tokens.position.expand(len(t), -1)) for t in (x.key, x.value))
     visible = tokens.exists.unsqueeze(1)  # (B or 1, 1, g)
     if is_causal:
-        visible = visible & (tokens.index.unsqueeze(1) <= torch.arange(x.length, device=tokens.index.device)[:, None])
+        visible = visible & (tokens.position.unsqueeze(1) <= torch.arange(x.length, device=tokens.position.device)[:, None])
     mask = x.repeat_per_head(additive_mask(visible, x.key.dtype)).unsqueeze(1)  # (B K or 1, 1, n or 1, g)
-    return x.tile_group_with(key, value, (Tile(0, x.length, 1, 0, 0, tokens.index.shape[1], mask),))
+    return x.tile_group_with(key, value, (Tile(0, x.length, 1, 0, 0, tokens.position.shape[1], mask),))

@@ -76,7 +76,7 @@ def _gather_runs(group: TileGroup) -> TileGroup:
         position = torch.where((tile.run_starts.unsqueeze(-1) >= 0) & (position < keys), position, keys)
         index.append(position.flatten(1).expand(rows, -1))
         tiles.append(tile._replace(first_column=first, column_step=tile.columns, run_starts=None))
-        first += tile.count * tile.columns
+        first += tile.blocks * tile.columns
     position = torch.cat(index, dim=1)  # (R, all columns), m for none
     start = torch.arange(sequences, device=position.device).repeat_interleave(query_heads)[:, None]
     flat = (position.clamp(max=keys - 1) + start * keys).flatten()
@@ -183,18 +183,18 @@ def _slice_rows(group: TileGroup, start: int, end: int) -> TileGroup:
 
 def _split_tile(tile: Tile, group: TileGroup) -> list[Tile]:
     """Fewer blocks at a time, where the gradients of all their keys would not stay in cache."""
-    if torch.compiler.is_compiling() or tile.count == 1:
+    if torch.compiler.is_compiling() or tile.blocks == 1:
         return [tile]
     sequences, subsequences, _, width = group.key.shape
     count = max(_PIECE // max(sequences * subsequences * tile.columns * width, 1), 1)
 
     def blocks(first: int) -> Tile:
-        number = min(count, tile.count - first)
+        number = min(count, tile.blocks - first)
         mask = tile.mask if tile.mask is None or tile.mask.shape[1] == 1 else tile.mask[:, first : first + number]
         row, column = tile.first_row + first * tile.rows, tile.first_column + first * tile.column_step
-        return tile._replace(first_row=row, count=number, first_column=column, mask=mask)
+        return tile._replace(first_row=row, blocks=number, first_column=column, mask=mask)
 
-    return [blocks(first) for first in range(0, tile.count, count)]
+    return [blocks(first) for first in range(0, tile.blocks, count)]
 
 
 def _attend_group(group: TileGroup, scale: float) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ def _attend_group(group: TileGroup, scale: float) -> tuple[Tensor, Tensor]:
     for tile in group.tiles:
         key, value = (_tile_keys(x, tile, query) for x in (group.key, group.value))
         found, level = _attend_tile(_tile_rows(query, tile), key, value, tile, scale)
-        rows = slice(tile.first_row, tile.first_row + tile.count * tile.rows)
+        rows = slice(tile.first_row, tile.first_row + tile.blocks * tile.rows)
         out[:, :, :, rows] = _undo_tile_rows(found, tile, query)
         lse[:, :, :, rows] = _undo_tile_rows(level.unsqueeze(-1), tile, query).squeeze(-1)
     return _output_rows(out), _output_rows(lse.unsqueeze(-1)).squeeze(-1)
@@ -218,7 +218,7 @@ def _add_group_gradients(group: TileGroup, results: Sequence[Tensor], grads: Seq
         key, value = (_tile_keys(x, tile, query) for x in (group.key, group.value))
         tile_grad, tile_query, tile_out, tile_lse = (_tile_rows(x, tile) for x in (grad, query, out, lse))
         found = _tile_gradients(tile_grad, tile_query, key, value, tile_out, tile_lse.squeeze(-1), tile, scale)
-        rows = slice(tile.first_row, tile.first_row + tile.count * tile.rows)
+        rows = slice(tile.first_row, tile.first_row + tile.blocks * tile.rows)
         grads[0][:, :, :, rows] = _undo_tile_rows(found[0], tile, query)
         for total, new in zip(grads[1:], found[1:], strict=True):
             _add_key_gradients(total.flatten(0, 1), new, tile)
@@ -270,40 +270,40 @@ def _undo_output_rows(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _tile_rows(x: Tensor, tile: Tile) -> Tensor:
-    """The tile's rows of x (Z, S, G, n, W): (Z S, G, rows, W) for a single block, otherwise (Z S, count, G rows, W)."""
-    x = x[:, :, :, tile.first_row : tile.first_row + tile.count * tile.rows].flatten(0, 1)
-    if tile.count == 1:
+    """The tile's rows of x (Z, S, G, n, W): (Z S, G, rows, W) for a single block, otherwise (Z S, blocks, G rows, W)."""
+    x = x[:, :, :, tile.first_row : tile.first_row + tile.blocks * tile.rows].flatten(0, 1)
+    if tile.blocks == 1:
         return x
-    return x.unflatten(2, (tile.count, tile.rows)).transpose(1, 2).flatten(2, 3)
+    return x.unflatten(2, (tile.blocks, tile.rows)).transpose(1, 2).flatten(2, 3)
 
 
 def _undo_tile_rows(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
-    """The inverse of `_tile_rows`: (Z, S, G, count rows, W)."""
-    if tile.count > 1:
+    """The inverse of `_tile_rows`: (Z, S, G, blocks rows, W)."""
+    if tile.blocks > 1:
         x = x.unflatten(2, (-1, tile.rows)).transpose(1, 2).flatten(2, 3)
     return x.unflatten(0, query.shape[:2])
 
 
 def _tile_keys(x: Tensor, tile: Tile, query: Tensor) -> Tensor:
-    """The tile's keys of x (Z, S, m, W), as views: (Z S, count, columns, W), for a single block (Z S, G, columns, W)."""
-    x = x.flatten(0, 1)[:, tile.first_column : tile.first_column + (tile.count - 1) * tile.column_step + tile.columns]
-    if tile.count == 1:
+    """The tile's keys of x (Z, S, m, W), as views: (Z S, blocks, columns, W), for a single block (Z S, G, columns, W)."""
+    x = x.flatten(0, 1)[:, tile.first_column : tile.first_column + (tile.blocks - 1) * tile.column_step + tile.columns]
+    if tile.blocks == 1:
         return x.unsqueeze(1).expand(-1, query.shape[2], -1, -1)
     if tile.column_step == 0:
-        return x.unsqueeze(1).expand(-1, tile.count, -1, -1)
+        return x.unsqueeze(1).expand(-1, tile.blocks, -1, -1)
     return x.unfold(1, tile.columns, tile.column_step).mT
 
 
 def _add_key_gradients(total: Tensor, new: Tensor, tile: Tile) -> None:
-    """Add new (Z S, count, columns, W), or a single block's (Z S, G, columns, W), to the keys of total (Z S, m, W)."""
+    """Add new (Z S, blocks, columns, W), or a single block's (Z S, G, columns, W), to the keys of total (Z S, m, W)."""
     step, columns = tile.column_step, tile.columns
-    if step == 0 or tile.count == 1:
+    if step == 0 or tile.blocks == 1:
         total[:, tile.first_column : tile.first_column + columns] += new.sum(1)
         return
     for start in range(0, columns, step):
         width = min(step, columns - start)
         first = tile.first_column + start
-        span = total[:, first : first + (tile.count - 1) * step + width]
+        span = total[:, first : first + (tile.blocks - 1) * step + width]
         span.unfold(1, width, step).mT.add_(new[:, :, start : start + width])
 
 
