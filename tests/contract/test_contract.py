@@ -5,7 +5,7 @@ import torch
 
 import subquad as sq
 from subquad.engines import clustered, hybrid, kernelized
-from subquad.engines.block_sparse import softmax as tiles
+from subquad.engines.block_sparse import softmax
 from subquad.testing import MechanismContract
 from subquad.testing.contract import Oracle
 from subquad.testing.contract.decoding import feed
@@ -29,7 +29,7 @@ class TestManyPieces(Oracle):
     def many_pieces(self, monkeypatch):
         monkeypatch.setattr(kernelized, "_PIECE_FEATURES", 1)
         monkeypatch.setattr(kernelized, "_MIN_PIECE_ROWS", 1)
-        monkeypatch.setattr(tiles, "_PIECE", 1)
+        monkeypatch.setattr(softmax, "_PIECE", 1)
         monkeypatch.setattr(clustered, "_PIECE", 1)
         monkeypatch.setattr(hybrid, "_PIECE_PAIRS", 1)
         monkeypatch.setattr(hybrid, "_SHORT", 0)
