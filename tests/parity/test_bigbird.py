@@ -77,7 +77,7 @@ def take(monkeypatch):
 
     def take(layer):
         index = F.pad(layer.drew[:1], (0, 0, 1, 1), value=-1)
-        monkeypatch.setattr(bigbird, "drawn", lambda *_, **__: index)
+        monkeypatch.setattr(bigbird, "draw_blocks", lambda *_, **__: index)
 
     return take
 
@@ -208,7 +208,7 @@ def published_draw(length, heads=12):
 @pytest.fixture
 def our_draw(monkeypatch):
     """The same of ours, but for the global rows."""
-    drawn, found = bigbird.drawn, []
+    drawn, found = bigbird.draw_blocks, []
 
     def recorded(*inputs, **options):
         found.append(drawn(*inputs, **options))
@@ -218,7 +218,7 @@ def our_draw(monkeypatch):
         sq.attention(*torch.randn(3, 1, heads, length, 1), sq.BigBird(block=64, random=3))
         return found[-1][0, :, 1:-1]
 
-    monkeypatch.setattr(bigbird, "drawn", recorded)
+    monkeypatch.setattr(bigbird, "draw_blocks", recorded)
     return our_draw
 
 
