@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from subquad.engines.call import Call
-from subquad.engines.dense import attend_masked
-from subquad.engines.low_rank import real_tokens_first
+from subquad.engines.low_rank import attend, real_tokens_first
 from subquad.errors import InputError
 from subquad.families.base import Info, Mechanism, Sizes
 from subquad.masks import zero_pads
@@ -89,7 +88,7 @@ class Linformer(Mechanism):
             )
         key = self._compress(call, call.key, "key_projection")
         value = self._compress(call, call.value, "value_projection")
-        return attend_masked(upcast(call.query), key, value, None, call.scale).to(call.query.dtype), None
+        return attend(upcast(call.query), key, value, None, call.scale).to(call.query.dtype), None
 
     def _compress(self, call: Call, x: Tensor, name: str) -> Tensor:
         """(B, K, M, D) -> (B, K, rank, D)."""
