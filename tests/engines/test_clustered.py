@@ -1,4 +1,4 @@
-"""The clustered engine's compiled loops against the PyTorch code that they stand for."""
+"""The compiled kernels of the clustered engine against its PyTorch fallback."""
 
 import pytest
 import torch
@@ -84,25 +84,25 @@ def test_outputs_and_gradients(queries, keys, clusters, topk, kv_heads, has_pads
     call = {"enable_gqa": kv_heads != 4, "scale": 0.7}
     if has_pads:
         call["key_padding_mask"] = padding(keys, 0.6, 0.05)
-    config = sq.Clustered(clusters=clusters, topk=topk, iterations=3)
-    assert_same(results(config, *given, **call), without_compiled(config, *given, **call))
+    mechanism = sq.Clustered(clusters=clusters, topk=topk, iterations=3)
+    assert_same(results(mechanism, *given, **call), without_compiled(mechanism, *given, **call))
 
 
 def test_whole_vectors_in_any_order(threads):
-    config = sq.Clustered(clusters=20, topk=8)
+    mechanism = sq.Clustered(clusters=20, topk=8)
     leaves = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors(250, 250, dim=32)[:3]]
     grad = tensors(250, 250)[3]
     for heads in (4, 1):  # the latter fewer than threads
         given = [x[:1, :heads] for x in (*leaves, grad)]
-        assert_same(results(config, *given), without_compiled(config, *given))
+        assert_same(results(mechanism, *given), without_compiled(mechanism, *given))
 
 
 def test_rounding_in_float32():
-    config = sq.Clustered(clusters=300, topk=16)  # each query for itself: no choice depends on rounding
-    exact = without_compiled(config, *tensors(300, 300, dim=64, value_dim=64))
+    mechanism = sq.Clustered(clusters=300, topk=16)  # each query for itself: no choice depends on rounding
+    exact = without_compiled(mechanism, *tensors(300, 300, dim=64, value_dim=64))
     given = tensors(300, 300, dim=64, value_dim=64, dtype=torch.float32)
     errors = [
-        [(x.double() - y).norm() for x, y in zip(run(config, *given), exact, strict=True)]
+        [(x.double() - y).norm() for x, y in zip(run(mechanism, *given), exact, strict=True)]
         for run in (results, without_compiled)
     ]
     assert all(ours <= 2 * theirs for ours, theirs in zip(*errors, strict=True))
@@ -113,8 +113,8 @@ def test_of_equal_keys_the_first_are_weighed(keys):
     q, k, v, grad = tensors(50, keys)
     with torch.no_grad():
         k[:, :, 5:, 1:], k[:, :, 5:, 0] = 0.0, 1.0  # one product each, which no order of sums can round otherwise
-    config = sq.Clustered(clusters=6, topk=9)
-    assert_same(results(config, q, k, v, grad), without_compiled(config, q, k, v, grad))
+    mechanism = sq.Clustered(clusters=6, topk=9)
+    assert_same(results(mechanism, q, k, v, grad), without_compiled(mechanism, q, k, v, grad))
 
 
 def test_a_nan_stays_in_its_head():
@@ -145,8 +145,8 @@ def test_second_derivatives():
 
 def test_only_the_gradients_asked_for():
     q, k, v, grad = tensors(20, 20)
-    config = sq.Clustered(clusters=3, topk=2)
-    (found,) = torch.autograd.grad(sq.attention(q.detach(), k, v.detach(), config), k, grad)
+    mechanism = sq.Clustered(clusters=3, topk=2)
+    (found,) = torch.autograd.grad(sq.attention(q.detach(), k, v.detach(), mechanism), k, grad)
     with dispatch.disabled():
-        (expected,) = torch.autograd.grad(sq.attention(q, k, v, config), k, grad)
+        (expected,) = torch.autograd.grad(sq.attention(q, k, v, mechanism), k, grad)
     torch.testing.assert_close(found, expected)

@@ -1,4 +1,4 @@
-"""Nothing of size N x N, gradients included; the same with and without compiled loops."""
+"""No tensor of size N x N, gradients included; the same results with and without compiled kernels."""
 
 import pytest
 import torch
@@ -10,23 +10,23 @@ from tests.harness import Largest
 N, DIM = 32_768, 16
 
 
-@pytest.mark.parametrize("config", [sq.Linformer(max_length=N), sq.Nystrom(), sq.Nystrom(conv=33), sq.Induced()], ids=repr)
+@pytest.mark.parametrize("mechanism", [sq.Linformer(max_length=N), sq.Nystrom(), sq.Nystrom(conv=33), sq.Induced()], ids=repr)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
-def test_largest_tensor_is_linear_in_the_length(config, padded, grad):
-    module = config.build(heads=1, head_dim=DIM)
+def test_largest_tensor_is_linear_in_the_length(mechanism, padded, grad):
+    module = mechanism.build(heads=1, head_dim=DIM)
     x = [torch.randn(1, 1, N, DIM, requires_grad=grad) for _ in range(3)]
     real = torch.arange(N)[None] < 20_000 if padded else None
     with Largest() as largest, torch.set_grad_enabled(grad):
         out = module(*x, key_padding_mask=real)
         if grad:
             out.sum().backward()
-    summaries = getattr(config, "rank", 64)
+    summaries = getattr(mechanism, "rank", 64)
     assert largest.numel <= N * summaries
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_compiled_loops_attend_as_pytorch_does(monkeypatch, masked):
+def test_the_compiled_kernel_attends_as_pytorch_does(monkeypatch, masked):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, h, n, d, dtype=torch.float64) for h, n, d in ((6, 17, 5), (3, 29, 5), (3, 29, 7)))
     leaves = [x.requires_grad_() for x in (query, key, value)]

@@ -10,7 +10,7 @@ from subquad.ops import dispatch, native_library
 from subquad.ops.tiles import MASKED, Tile, TileGroup
 from tests.harness import Largest, assert_close
 
-CONFIGS = [
+MECHANISMS = [
     sq.Local(window=9),
     sq.Local(window=4, dilation=3),
     sq.SparseStrided(stride=7),
@@ -21,46 +21,46 @@ CONFIGS = [
     sq.Routing(clusters=3, chunk=8),
     sq.Pooled(stride=6, window=5),
 ]
-every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.info.name)
+every_mechanism = pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda mechanism: mechanism.info.name)
 
 
-def results(config, is_causal, length=130):
+def results(mechanism, is_causal, length=130):
     """Output and gradients, with values as wide as keys."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(2, heads, length, 6, generator=generator, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
     )
-    k, v = (q, torch.cat([v, v], dim=1)) if config.shares_query_and_key else (k, v)
-    out = sq.attention(q, k, v, config, is_causal=is_causal, enable_gqa=True)
+    k, v = (q, torch.cat([v, v], dim=1)) if mechanism.shares_query_and_key else (k, v)
+    out = sq.attention(q, k, v, mechanism, is_causal=is_causal, enable_gqa=True)
     return [out, *torch.autograd.grad(out.square().sum(), [q, k, v])]
 
 
-@every_config
+@every_mechanism
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_plain_path_equals_the_fused_one(config, is_causal, monkeypatch):
+def test_the_plain_path_equals_the_fused_one(mechanism, is_causal, monkeypatch):
     with dispatch.disabled():
-        fused = results(config, is_causal)
+        fused = results(mechanism, is_causal)
         monkeypatch.setattr(softmax, "_has_fused_kernel", lambda query, key: False)
-        plain = results(config, is_causal)
+        plain = results(mechanism, is_causal)
     for ours, theirs in zip(plain, fused, strict=True):
         assert_close(ours, theirs)
 
 
-@every_config
+@every_mechanism
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_pieces_equal_the_whole(config, is_causal, monkeypatch):
-    whole = results(config, is_causal)
+def test_pieces_equal_the_whole(mechanism, is_causal, monkeypatch):
+    whole = results(mechanism, is_causal)
     monkeypatch.setattr(softmax, "_PIECE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with dispatch.disabled():
-        pieces = results(config, is_causal)
+        pieces = results(mechanism, is_causal)
     for ours, theirs in zip(pieces, whole, strict=True):
         assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("kernel", ["loops", "fused", "plain"])
+@pytest.mark.parametrize("kernel", ["compiled", "fused", "plain"])
 def test_a_query_whose_pairs_are_all_masked(kernel, monkeypatch):
-    if kernel != "loops":
+    if kernel != "compiled":
         monkeypatch.setattr(native_library, "load", lambda: None)
     if kernel == "plain":
         monkeypatch.setattr(softmax, "_has_fused_kernel", lambda query, key: False)
@@ -75,10 +75,10 @@ def test_a_query_whose_pairs_are_all_masked(kernel, monkeypatch):
         assert (grad == 0).all()
 
 
-@pytest.mark.parametrize("kernel", ["loops", "pytorch"])
+@pytest.mark.parametrize("kernel", ["compiled", "pytorch"])
 def test_several_queries_may_share_an_output_row(kernel, monkeypatch):
     """Rows that `output_row` repeats are merged, and row N is discarded."""
-    if kernel != "loops":
+    if kernel != "compiled":
         monkeypatch.setattr(native_library, "load", lambda: None)
     q, k, v = (torch.randn(1, 1, *n, 4, dtype=torch.float64) for n in ((1, 2), (6,), (6,)))
     split = TileGroup(
@@ -102,43 +102,43 @@ def test_large_scores_choose_the_same_pairs():
     assert seen.any(-1).all()
 
 
-@every_config
+@every_mechanism
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("kernel", ["loops", "pytorch"])
-def test_nothing_larger_than_linear(config, grad, kernel, monkeypatch):
-    if kernel != "loops":
+@pytest.mark.parametrize("kernel", ["compiled", "pytorch"])
+def test_nothing_larger_than_linear(mechanism, grad, kernel, monkeypatch):
+    if kernel != "compiled":
         monkeypatch.setattr(native_library, "load", lambda: None)
     length, dim = 20_000, 8
     q, k, v = (torch.randn(1, 1, length, dim, requires_grad=grad) for _ in range(3))
-    k = q if config.shares_query_and_key else k
-    if config.info.name in ("sparse_strided", "sparse_fixed", "pooled"):
+    k = q if mechanism.shares_query_and_key else k
+    if mechanism.info.name in ("sparse_strided", "sparse_fixed", "pooled"):
         pytest.skip("its cost is more than linear")
     with Largest() as largest, torch.set_grad_enabled(grad):
-        out = sq.attention(q, k, v, config)
+        out = sq.attention(q, k, v, mechanism)
         if grad:
             out.sum().backward()
     rows = 64  # queries of a block, and as many keys more than it needs
     assert largest.numel <= length * 8 * (dim + 1) + length * 3 * rows
 
 
-@every_config
-def test_functional_gradients(config):
+@every_mechanism
+def test_functional_gradients(mechanism):
     generator = torch.Generator().manual_seed(1)
     q, v = (torch.randn(1, 2, 40, 6, generator=generator, dtype=torch.float64) for _ in range(2))
 
     def total(q):
-        return sq.attention(q, q, v, config).square().sum()
+        return sq.attention(q, q, v, mechanism).square().sum()
 
     leaf = q.clone().requires_grad_()
     assert_close(torch.func.grad(total)(q), torch.autograd.grad(total(leaf), leaf)[0])
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, sq.SVD(rank=3)], ids=lambda config: config.info.name)
-def test_second_derivatives_are_refused_wherever_they_are_asked_for(config):
+@pytest.mark.parametrize("mechanism", [*MECHANISMS, sq.SVD(rank=3)], ids=lambda mechanism: mechanism.info.name)
+def test_second_derivatives_are_refused_wherever_they_are_asked_for(mechanism):
     q, v = (torch.randn(1, 2, 20, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
     x = q @ weight
-    (grad,) = torch.autograd.grad(sq.attention(x, x, v, config).square().sum(), q, create_graph=True)
+    (grad,) = torch.autograd.grad(sq.attention(x, x, v, mechanism).square().sum(), q, create_graph=True)
     for wrt in (q, v, weight):
         with pytest.raises((sq.UnsupportedError, RuntimeError), match=r"first derivatives only|is not implemented"):
             torch.autograd.grad(grad.square().sum(), wrt, retain_graph=True)
@@ -160,31 +160,31 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("config", LARGE, ids=repr)
+@pytest.mark.parametrize("mechanism", LARGE, ids=repr)
 @pytest.mark.parametrize("is_causal", [False, True])
 @torch.no_grad()
-def test_options_larger_than_the_sequence(config, is_causal):
+def test_options_larger_than_the_sequence(mechanism, is_causal):
     q, v = torch.randn(1, 2, 9, 6, dtype=torch.float64), torch.randn(1, 2, 9, 5, dtype=torch.float64)
-    weights = config.build(heads=2, head_dim=6).double().state_dict()
+    weights = mechanism.build(heads=2, head_dim=6).double().state_dict()
     with Largest() as largest:
-        found = sq.attention(q, q, v, config, is_causal=is_causal)
-    assert_close(found, reference.attention(config, q, q, v, weights=weights, is_causal=is_causal))
+        found = sq.attention(q, q, v, mechanism, is_causal=is_causal)
+    assert_close(found, reference.attention(mechanism, q, q, v, weights=weights, is_causal=is_causal))
     assert largest.numel < 10**5
 
 
-@every_config
-@pytest.mark.parametrize("with_loops", [False, True])
-def test_channels_that_are_not_side_by_side(config, with_loops):
+@every_mechanism
+@pytest.mark.parametrize("with_compiled", [False, True])
+def test_channels_that_are_not_adjacent(mechanism, with_compiled):
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, 2, 17, 131, generator=generator).transpose(2, 3) for _ in range(3))
-    k = q if config.shares_query_and_key else k
+    k = q if mechanism.shares_query_and_key else k
 
     def attend(*given):
-        if with_loops:
-            return sq.attention(*given, config)
+        if with_compiled:
+            return sq.attention(*given, mechanism)
         with dispatch.disabled():
-            return sq.attention(*given, config)
+            return sq.attention(*given, mechanism)
 
     together = [x.contiguous() for x in (q, k, v)]
-    together[1] = together[0] if config.shares_query_and_key else together[1]
+    together[1] = together[0] if mechanism.shares_query_and_key else together[1]
     torch.testing.assert_close(attend(q, k, v), attend(*together))

@@ -14,10 +14,10 @@ def draws(blocks, count, *, keys=None, first=1, last=1, side=1):
     return draw_blocks(keys[:, None], torch.arange(blocks), torch.tensor(blocks), count, first=first, last=last, side=side)
 
 
-def weights_of(config, length, **options):
-    """Who sees whom, with equal scores: (H, N, N)."""
+def weights_of(mechanism, length, **options):
+    """The attention weights, with equal scores: (H, N, N)."""
     x = torch.zeros(1, HEADS, length, DIM, dtype=torch.float64)
-    return sq.attention(x, x, torch.eye(length).double().expand(1, HEADS, -1, -1), config, **options)[0]
+    return sq.attention(x, x, torch.eye(length).double().expand(1, HEADS, -1, -1), mechanism, **options)[0]
 
 
 def assert_uniform(counts, trials, expected):
@@ -124,10 +124,10 @@ def test_the_reservoir_does_not_depend_on_the_length():
 
 @torch.no_grad()
 def test_causal_queries_see_the_same_whatever_follows():
-    config = sq.BigBird(block=3, window=1, random=2, globals=1)
-    long = weights_of(config, 60, is_causal=True)
+    mechanism = sq.BigBird(block=3, window=1, random=2, globals=1)
+    long = weights_of(mechanism, 60, is_causal=True)
     for length in (1, 3, 4, 29, 30, 31):
-        assert_close(weights_of(config, length, is_causal=True), long[:, :length, :length])
+        assert_close(weights_of(mechanism, length, is_causal=True), long[:, :length, :length])
     seen = (long > 0)[:, ::3, ::3]  # by block
     lost = seen[:, :-1] & ~seen[:, 1:]
     assert not (lost.cummax(1).values & seen[:, 1:]).any()
@@ -142,8 +142,8 @@ def test_short_sequences_are_attended_to_exactly(length, is_causal):
     x = inputs(length)
     exact = sq.attention(x.query, x.key, x.value, is_causal=is_causal)
     for options in ({}, {"window": 1}, {"random": 0}, {"globals": 5, "window": 1, "random": 0}):
-        config = sq.BigBird(block=5, **options)
-        assert_close(sq.attention(x.query, x.key, x.value, config, is_causal=is_causal), exact)
+        mechanism = sq.BigBird(block=5, **options)
+        assert_close(sq.attention(x.query, x.key, x.value, mechanism, is_causal=is_causal), exact)
 
 
 @torch.no_grad()
@@ -176,8 +176,8 @@ def _mix_of_int(x):
 
 def etc(**options):
     torch.manual_seed(options.pop("init", 0))
-    config = sq.BigBird(**{"block": 4, "window": 1, "random": 1, "globals": 1, "mode": "etc", **options})
-    return config.build(heads=HEADS, head_dim=DIM, value_dim=VALUE_DIM).double()
+    mechanism = sq.BigBird(**{"block": 4, "window": 1, "random": 1, "globals": 1, "mode": "etc", **options})
+    return mechanism.build(heads=HEADS, head_dim=DIM, value_dim=VALUE_DIM).double()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -36,9 +36,9 @@ def test_alone_in_its_cluster_a_query_is_served_exactly(topk):
 @torch.no_grad()
 def test_weights_sum_to_one(topk):
     x = inputs(60)
-    config = sq.Clustered(clusters=4, topk=topk)
+    mechanism = sq.Clustered(clusters=4, topk=topk)
     for mask in (None, padding(60, 3, total=60)):
-        out = sq.attention(x.query, x.key, torch.ones_like(x.value), config, key_padding_mask=mask)
+        out = sq.attention(x.query, x.key, torch.ones_like(x.value), mechanism, key_padding_mask=mask)
         assert_close(out, torch.ones_like(out))
 
 
@@ -87,11 +87,11 @@ def test_ties_go_to_the_first():
 def test_pads_of_queries_shape_nothing_and_keep_their_content():
     x = inputs(30)
     real = padding(20, 30, total=30)
-    config = sq.Clustered(clusters=4, topk=3)
-    expected = sq.attention(x.query, x.key, x.value, config, key_padding_mask=real)
+    mechanism = sq.Clustered(clusters=4, topk=3)
+    expected = sq.attention(x.query, x.key, x.value, mechanism, key_padding_mask=real)
     changed = x.query.clone()
     changed[0, :, 25:] *= -50
-    found = sq.attention(changed, x.key, x.value, config, key_padding_mask=real)
+    found = sq.attention(changed, x.key, x.value, mechanism, key_padding_mask=real)
     assert torch.equal(found[0, :, :25], expected[0, :, :25])
     assert (found[0, :, 25:] != expected[0, :, 25:]).any()
 

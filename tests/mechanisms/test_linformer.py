@@ -35,8 +35,8 @@ def test_every_way_of_sharing_is_a_case_of_none():
 
 def model(layers=3):
     """A model whose layers share one matrix."""
-    config = sq.Linformer(rank=3, max_length=20, share="layer")
-    stack = torch.nn.ModuleList(sq.Attention(16, 4, config) for _ in range(layers))
+    mechanism = sq.Linformer(rank=3, max_length=20, share="layer")
+    stack = torch.nn.ModuleList(sq.Attention(16, 4, mechanism) for _ in range(layers))
     for layer in stack[1:]:
         layer.mechanism.projection = stack[0].mechanism.projection
     return stack

@@ -31,10 +31,10 @@ def marked(rows, length=N):
     return mask
 
 
-def weights_of(config, x, **options):
+def weights_of(mechanism, x, **options):
     """(B, H, N, N): what each query gives to each key."""
     batch, heads, length, _ = x.key.shape
-    return sq.attention(x.query, x.key, torch.eye(length).double().expand(batch, heads, -1, -1), config, **options)
+    return sq.attention(x.query, x.key, torch.eye(length).double().expand(batch, heads, -1, -1), mechanism, **options)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -59,13 +59,13 @@ def test_every_head_has_its_dilation(dilation, kv_heads, is_causal):
 @torch.no_grad()
 def test_dilations_of_heads_in_a_state():
     x = inputs(40, heads=4, kv_heads=2)
-    config = sq.Longformer(window=2, dilation=(3, 1, 1, 5), num_global=1)
-    whole = sq.attention(x.query, x.key, x.value, config, is_causal=True, enable_gqa=True)
+    mechanism = sq.Longformer(window=2, dilation=(3, 1, 1, 5), num_global=1)
+    whole = sq.attention(x.query, x.key, x.value, mechanism, is_causal=True, enable_gqa=True)
     state, outs = None, []
     for start, end in pairwise((0, 13, 14, 15, 33, 40)):
         part = x.tokens(start, end)
         options = {"is_causal": True, "enable_gqa": True, "state": state, "return_state": True}
-        out, state = sq.attention(part.query, part.key, part.value, config, **options)
+        out, state = sq.attention(part.query, part.key, part.value, mechanism, **options)
         outs.append(out)
     assert_close(torch.cat(outs, dim=2), whole)
 
@@ -80,10 +80,10 @@ def test_global_mask(rows, pads, is_causal):
         "global_mask": marked(rows),
         "key_padding_mask": None if pads is None else marked(pads),
     }
-    for config in (sq.Longformer(window=4, num_global=3), sq.Longformer(window=2, dilation=(1, 3, 2))):
+    for mechanism in (sq.Longformer(window=4, num_global=3), sq.Longformer(window=2, dilation=(1, 3, 2))):
         x = inputs(N)
-        found = Case(config).function(x, **options)
-        assert_close(found, Case(config).reference(x, **options))
+        found = Case(mechanism).function(x, **options)
+        assert_close(found, Case(mechanism).reference(x, **options))
         if pads is not None:
             assert (found.movedim(1, 2)[~options["key_padding_mask"]] == 0).all()
 
@@ -162,8 +162,8 @@ def test_more_globals_than_tokens():
 
 def build(seed, **options):
     torch.manual_seed(seed)
-    config = sq.Longformer(window=2, num_global=3, global_projections=True)
-    return config.build(heads=4, head_dim=DIM, value_dim=VALUE_DIM, dim=WIDTH, **options)
+    mechanism = sq.Longformer(window=2, num_global=3, global_projections=True)
+    return mechanism.build(heads=4, head_dim=DIM, value_dim=VALUE_DIM, dim=WIDTH, **options)
 
 
 @torch.no_grad()

@@ -6,11 +6,11 @@ import torch
 import subquad as sq
 
 
-def weights(config, length, *, is_causal=False, **options):
+def weights(mechanism, length, *, is_causal=False, **options):
     """The attention weights (N, N), read off an output whose values are the identity."""
     q, k = (torch.randn(1, 1, length, 8, dtype=torch.float64) for _ in range(2))
     identity = torch.eye(length, dtype=torch.float64)[None, None]
-    return sq.attention(q, k, identity, config, is_causal=is_causal, **options)[0, 0]
+    return sq.attention(q, k, identity, mechanism, is_causal=is_causal, **options)[0, 0]
 
 
 def test_segments_of_one_token_beside_the_own_key():

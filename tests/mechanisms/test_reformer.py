@@ -1,4 +1,4 @@
-"""Hashing: one tensor for queries and keys, who sees whom, and a token that is alone."""
+"""Hashing: one tensor for queries and keys, which tokens attend to each other, and a token that is alone."""
 
 import pytest
 import torch
@@ -7,15 +7,15 @@ import subquad as sq
 from tests.harness import Case, assert_close, inputs
 
 
-def weights(x, config, *, is_causal=False):
+def weights(x, mechanism, *, is_causal=False):
     """The attention weights (H, N, N) of x (1, H, N, D), read off an output whose values are the identity."""
     identity = torch.eye(x.shape[2], dtype=x.dtype).expand(1, x.shape[1], -1, -1)
-    return sq.attention(x, x, identity, config, is_causal=is_causal)[0]
+    return sq.attention(x, x, identity, mechanism, is_causal=is_causal)[0]
 
 
 def test_two_tensors_are_refused():
     x = inputs(9)
-    with pytest.raises(sq.InputError, match=r"attention\(qk, qk, v, 'reformer'\), or choose shared_qk=False"):
+    with pytest.raises(sq.InputError, match=r"attention\(qk, qk, v, 'reformer'\), or set shared_qk=False"):
         sq.attention(x.query, x.key, x.value, "reformer")
     assert sq.attention(x.query, x.query, x.value, "reformer").shape == x.value.shape
     assert sq.attention(x.query, x.key, x.value, sq.Reformer(shared_qk=False)).shape == x.value.shape
@@ -42,8 +42,8 @@ def test_odd_buckets_are_refused():
 def test_a_pair_met_in_several_rounds_counts_once(is_causal):
     """Two hashes and chunks of everything: a pair is seen if any round hashes it alike, with the weight that softmax gives it."""
     x = torch.randn(1, 2, 40, 6, dtype=torch.float64)
-    config = sq.Reformer(buckets=2, chunk=40, rounds=5)
-    rotations = config.build(heads=2, head_dim=6).double().rotations  # (H, R, 1, D)
+    mechanism = sq.Reformer(buckets=2, chunk=40, rounds=5)
+    rotations = mechanism.build(heads=2, head_dim=6).double().rotations  # (H, R, 1, D)
     side = torch.einsum("bhnd,hrcd->hrn", x, rotations) < 0
     alike = (side[..., :, None] == side[..., None, :]).any(1) & ~torch.eye(40, dtype=torch.bool)
     if is_causal:
@@ -51,7 +51,7 @@ def test_a_pair_met_in_several_rounds_counts_once(is_causal):
     alone = ~alike.any(-1, keepdim=True) & torch.eye(40, dtype=torch.bool)
     scores = (x @ torch.nn.functional.normalize(x, dim=-1).mT)[0]
     expected = scores.masked_fill(~(alike | alone), -torch.inf).softmax(-1)
-    assert_close(weights(x, config, is_causal=is_causal), expected)
+    assert_close(weights(x, mechanism, is_causal=is_causal), expected)
 
 
 @torch.no_grad()

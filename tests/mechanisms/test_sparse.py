@@ -7,11 +7,11 @@ import subquad as sq
 from tests.harness import Case, assert_close, inputs
 
 
-def who_sees_whom(config, length, *, heads=4, is_causal=False):
+def visible_pairs(mechanism, length, *, heads=4, is_causal=False):
     """(H, N, N) bool, read off an output whose values are the identity."""
     q, k = (torch.randn(1, heads, length, 8, dtype=torch.float64) for _ in range(2))
     identity = torch.eye(length, dtype=torch.float64).expand(1, heads, -1, -1)
-    return sq.attention(q, k, identity, config, is_causal=is_causal)[0] != 0
+    return sq.attention(q, k, identity, mechanism, is_causal=is_causal)[0] != 0
 
 
 def pairs(length):
@@ -40,8 +40,8 @@ def test_strided_heads(is_causal):
     i, j = pairs(40)
     before = (j <= i) if is_causal else torch.ones(40, 40, dtype=torch.bool)
     near, far = ((i - j).abs() < 6) & before, ((i - j) % 6 == 0) & before
-    assert (who_sees_whom(sq.SparseStrided(stride=6), 40, is_causal=is_causal) == (near | far)).all()
-    seen = who_sees_whom(sq.SparseStrided(stride=6, heads="split"), 40, heads=5, is_causal=is_causal)
+    assert (visible_pairs(sq.SparseStrided(stride=6), 40, is_causal=is_causal) == (near | far)).all()
+    seen = visible_pairs(sq.SparseStrided(stride=6, heads="split"), 40, heads=5, is_causal=is_causal)
     assert (seen[:3] == near).all()
     assert (seen[3:] == far).all()
 
@@ -51,8 +51,8 @@ def test_fixed_heads(is_causal):
     i, j = pairs(40)
     before = (j <= i) if is_causal else torch.ones(40, 40, dtype=torch.bool)
     own, summary = (i // 6 == j // 6) & before, (j % 6 >= 4) & before
-    assert (who_sees_whom(sq.SparseFixed(stride=6, summary=2), 40, is_causal=is_causal) == (own | summary)).all()
-    seen = who_sees_whom(sq.SparseFixed(stride=6, summary=2, heads="split"), 40, heads=3, is_causal=is_causal)
+    assert (visible_pairs(sq.SparseFixed(stride=6, summary=2), 40, is_causal=is_causal) == (own | summary)).all()
+    seen = visible_pairs(sq.SparseFixed(stride=6, summary=2, heads="split"), 40, heads=3, is_causal=is_causal)
     assert (seen[:2] == own).all()
     assert (seen[2:] == (summary | (i == j))).all()
 
@@ -61,7 +61,7 @@ def test_fixed_heads(is_causal):
 def test_one_head_has_the_first_half(method):
     i, j = pairs(20)
     near = (i - j).abs() < 4 if method is sq.SparseStrided else i // 4 == j // 4
-    assert (who_sees_whom(method(stride=4, heads="split"), 20, heads=1) == near).all()
+    assert (visible_pairs(method(stride=4, heads="split"), 20, heads=1) == near).all()
 
 
 @pytest.mark.parametrize("method", [sq.SparseStrided, sq.SparseFixed])

@@ -11,7 +11,7 @@ OPTIONS = [(0, 1), (1, 1), (12, 1), (64, 1), (200, 1), (2000, 1), (5, 3), (16, 7
 
 
 def band(length, window, dilation, is_causal):
-    """Who sees whom: (length, length)."""
+    """The visible pairs: (length, length)."""
     apart = torch.arange(length)[:, None] - torch.arange(length)
     seen = (apart.abs() <= window * dilation) & (apart % dilation == 0)
     return seen & (apart >= 0) if is_causal else seen

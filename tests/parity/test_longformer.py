@@ -41,8 +41,8 @@ def published(attention_window):
 
 def ours_like(layer):
     """`sq.Attention` with the weights of the published layer, up to its output projection, which is another module there."""
-    config = sq.Longformer(window=layer.one_sided_attn_window_size, num_global=0, global_projections=True)
-    ours = sq.Attention(WIDTH, HEADS, config).eval()
+    mechanism = sq.Longformer(window=layer.one_sided_attn_window_size, num_global=0, global_projections=True)
+    ours = sq.Attention(WIDTH, HEADS, mechanism).eval()
     for mine, theirs in ((ours.q_proj, layer.query), (ours.k_proj, layer.key), (ours.v_proj, layer.value)):
         mine.load_state_dict(theirs.state_dict())
     with torch.no_grad():
