@@ -98,7 +98,7 @@ BAD_CALLS = {
         "no method is called 'performr'; did you mean 'performer'",
     ),
     "method of another type": (qkv(), {"method": 3}, sq.UnknownMethodError, "a name or a mechanism such as"),
-    "a config class": (qkv(), {"method": sq.Linear}, sq.UnknownMethodError, "a name or a mechanism such as"),
+    "a mechanism class": (qkv(), {"method": sq.Linear}, sq.UnknownMethodError, "a name or a mechanism such as"),
     "learned method": (qkv(), {"method": "rfa"}, sq.UnsupportedError, r"learns sigma; use subquad\.Attention"),
     "bidirectional state": (qkv(), {"return_state": True}, sq.InputError, "needs causal attention; got is_causal=False"),
     "state of another type": (qkv(), {"state": 3, "is_causal": True}, sq.StateError, "that an earlier call returned.*got int"),

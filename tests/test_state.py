@@ -37,7 +37,7 @@ def test_a_cache_does_not_alias_the_callers_tensors():
     torch.testing.assert_close(out, whole[:, :, -1:])
 
 
-def test_a_state_from_inference_mode_goes_on_outside_it():
+def test_a_state_from_inference_mode_can_be_continued_outside_it():
     x = torch.randn(1, 2, 5, 3)
     for method in ("softmax", "linear"):
         with torch.inference_mode():

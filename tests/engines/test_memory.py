@@ -1,4 +1,4 @@
-"""Nothing of size N x m x Dv, and no piece of work that grows with N beyond inputs and output."""
+"""No tensor of size N x m x Dv, and no working memory that grows with N beyond inputs and output."""
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ def test_no_tensor_of_size_n_m_dv(case, is_causal, grad):
             out.sum().backward()
     directions = getattr(case.mechanism, "features", dim)
     features = 2 * directions
-    # A recorded graph takes the sequence whole: then the features, or the products inside chunks, are the largest. A piece of it
-    # is of so many features: the fewer a token has, the more tokens, each with its products.
+    # With gradients the sequence is processed in one piece, and the features or the products inside chunks are the largest
+    # tensors. Without, a piece has a fixed number of features: the fewer features a token has, the more tokens per piece.
     rows = max(kernelized._PIECE_FEATURES, kernelized._MIN_PIECE_ROWS * features) / min(dim, directions)
     piece = n * max(CHUNK, features) if grad else rows * CHUNK
     assert largest.numel <= piece
@@ -36,5 +36,5 @@ def test_no_tensor_of_size_n_m_dv(case, is_causal, grad):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("method", [name for name in sq.methods(functional=True) if sq.info(name).engine == "kernelized"])
 def test_peak_memory_is_little_more_than_the_output(method, is_causal):
-    """In inputs and output as the unit: the output itself is 0.25 of it."""
+    """As a fraction of the size of inputs and output; the output alone is 0.25."""
     assert memory(method, 200_000, is_causal)["peak_over_inputs_and_output"] < 0.5

@@ -13,7 +13,7 @@ from subquad.ops import dispatch, hugepages, kernelized, native_library
 from subquad.ops.feature_map import FeatureMap, NativeMap
 from subquad.ops.kernelized import KernelizedRule
 
-CONFIGS = [
+MECHANISMS = [
     sq.Linear(),
     sq.Taylor(),
     sq.Plain(),
@@ -24,7 +24,7 @@ CONFIGS = [
     sq.Performer(kind="relu", features=33),
     sq.Performer(kind="favor++", p=0.5, features=24),
 ]
-every_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
+every_mechanism = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 both_directions = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 needs_compiled = pytest.mark.skipif(native_library.load() is None, reason="the kernels are not compiled here")
 
@@ -64,14 +64,14 @@ def tensors(queries, keys, *, heads=4, kv_heads=4, dim=17, value_dim=13, dtype=t
     return (q * scale).requires_grad_(), (k * scale).requires_grad_(), v.requires_grad_(), grad
 
 
-def results(config, q, k, v, grad, **call):
-    out = sq.attention(q, k, v, config, **call)
+def results(mechanism, q, k, v, grad, **call):
+    out = sq.attention(q, k, v, mechanism, **call)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad, materialize_grads=True)
 
 
-def without_compiled(config, *given, **call):
+def without_compiled(mechanism, *given, **call):
     with dispatch.disabled():
-        return results(config, *given, **call)
+        return results(mechanism, *given, **call)
 
 
 def assert_same(found, expected, within=1e-11):
@@ -81,28 +81,28 @@ def assert_same(found, expected, within=1e-11):
 
 
 @needs_compiled
-@every_config
+@every_mechanism
 @both_directions
 @pytest.mark.parametrize("length", [1, 7, 48, 49, 131])
-def test_outputs_and_gradients(config, is_causal, length):
+def test_outputs_and_gradients(mechanism, is_causal, length):
     given = tensors(length, length)
-    assert_same(results(config, *given, is_causal=is_causal), without_compiled(config, *given, is_causal=is_causal))
+    assert_same(results(mechanism, *given, is_causal=is_causal), without_compiled(mechanism, *given, is_causal=is_causal))
 
 
 @needs_compiled
-@every_config
+@every_mechanism
 @pytest.mark.parametrize(("queries", "keys"), [(5, 200), (200, 5), (50, 0)])
-def test_another_sequence(config, queries, keys):
+def test_another_sequence(mechanism, queries, keys):
     given = tensors(queries, keys)
-    assert_same(results(config, *given), without_compiled(config, *given))
+    assert_same(results(mechanism, *given), without_compiled(mechanism, *given))
 
 
 @needs_compiled
-@every_config
+@every_mechanism
 @both_directions
-def test_one_channel(config, is_causal):
+def test_one_channel(mechanism, is_causal):
     given = tensors(61, 61, dim=1)
-    assert_same(results(config, *given, is_causal=is_causal), without_compiled(config, *given, is_causal=is_causal))
+    assert_same(results(mechanism, *given, is_causal=is_causal), without_compiled(mechanism, *given, is_causal=is_causal))
 
 
 @needs_compiled
@@ -116,9 +116,9 @@ def test_quotients_of_numbers_whose_inverse_is_infinite(is_causal):
 
 
 @needs_compiled
-@every_config
+@every_mechanism
 @both_directions
-def test_pads_shared_heads_and_whole_vectors(config, is_causal):
+def test_pads_shared_heads_and_whole_vectors(mechanism, is_causal):
     q, k, v, grad = tensors(90, 90, kv_heads=2, dim=16, value_dim=32)
     mask = torch.rand(2, 90, generator=torch.Generator().manual_seed(3)) > 0.4
     mask[1, :60] = False
@@ -126,92 +126,92 @@ def test_pads_shared_heads_and_whole_vectors(config, is_causal):
         for x in (k, v):
             x.masked_fill_(~mask[:, None, :, None], torch.nan)
     call = {"is_causal": is_causal, "enable_gqa": True, "key_padding_mask": mask}
-    found = results(config, q, k, v, grad, **call)
+    found = results(mechanism, q, k, v, grad, **call)
     assert all(x.isfinite().all() for x in found)
-    assert_same(found, without_compiled(config, q, k, v, grad, **call))
+    assert_same(found, without_compiled(mechanism, q, k, v, grad, **call))
 
 
 @needs_compiled
-@every_config
+@every_mechanism
 @both_directions
-def test_large_inputs(config, is_causal):
+def test_large_inputs(mechanism, is_causal):
     """Levels rise by hundreds inside a chunk."""
     given = tensors(150, 150, scale=25.0)
     assert_same(
-        results(config, *given, is_causal=is_causal), without_compiled(config, *given, is_causal=is_causal), within=1e-8
+        results(mechanism, *given, is_causal=is_causal), without_compiled(mechanism, *given, is_causal=is_causal), within=1e-8
     )
 
 
 @needs_compiled
-@every_config
+@every_mechanism
 @both_directions
-def test_rounding_in_float32(config, is_causal):
-    exact = without_compiled(config, *tensors(300, 300, dim=64, value_dim=64), is_causal=is_causal)
+def test_rounding_in_float32(mechanism, is_causal):
+    exact = without_compiled(mechanism, *tensors(300, 300, dim=64, value_dim=64), is_causal=is_causal)
     given = tensors(300, 300, dim=64, value_dim=64, dtype=torch.float32)
     errors = [
-        [(x.double() - y).norm() for x, y in zip(run(config, *given, is_causal=is_causal), exact, strict=True)]
+        [(x.double() - y).norm() for x, y in zip(run(mechanism, *given, is_causal=is_causal), exact, strict=True)]
         for run in (results, without_compiled)
     ]
     assert all(ours <= 2 * theirs for ours, theirs in zip(*errors, strict=True))
 
 
 @needs_compiled
-@every_config
+@every_mechanism
 @both_directions
-def test_tokens_before_heads(config, is_causal):
-    """As projections give them; the output comes in the same order."""
+def test_tokens_before_heads(mechanism, is_causal):
+    """The memory order of projections; the output has the same order."""
     given = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors(90, 90)[:3]]
     grad = tensors(90, 90)[3]
-    found = results(config, *given, grad, is_causal=is_causal)
+    found = results(mechanism, *given, grad, is_causal=is_causal)
     assert found[0].transpose(1, 2).is_contiguous()
-    assert_same(found, without_compiled(config, *given, grad, is_causal=is_causal))
+    assert_same(found, without_compiled(mechanism, *given, grad, is_causal=is_causal))
 
 
 @needs_compiled
-@every_config
+@every_mechanism
 @both_directions
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_fewer_sequences_than_threads(config, is_causal, threads):
-    """Sequences are then cut into parts."""
+def test_fewer_sequences_than_threads(mechanism, is_causal, threads):
+    """Each sequence is then cut into parts."""
     q, k, v = (torch.randn(1, 1, 1111, 9, dtype=torch.float64) for _ in range(3))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = sq.attention(q, k, v, config, is_causal=is_causal)
+        found = sq.attention(q, k, v, mechanism, is_causal=is_causal)
     finally:
         torch.set_num_threads(before)
     with dispatch.disabled():
-        expected = sq.attention(q, k, v, config, is_causal=is_causal)
+        expected = sq.attention(q, k, v, mechanism, is_causal=is_causal)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
 @needs_compiled
-@every_config
+@every_mechanism
 @pytest.mark.parametrize("order", [(True, False), (False, True), (True, True)], ids=str)
-def test_states_go_from_one_to_the_other(config, order):
+def test_a_state_of_one_can_be_continued_by_the_other(mechanism, order):
     q, k, v = (x.detach() for x in tensors(130, 130)[:3])
     with dispatch.disabled():
-        whole = sq.attention(q, k, v, config, is_causal=True)
+        whole = sq.attention(q, k, v, mechanism, is_causal=True)
     found, state = [], None
     for piece, is_compiled in zip((slice(0, 77), slice(77, 130)), order, strict=True):
         call = {"is_causal": True, "state": state, "return_state": True}
         parts = [x[:, :, piece] for x in (q, k, v)]
         if is_compiled:
-            out, state = sq.attention(*parts, config, **call)
+            out, state = sq.attention(*parts, mechanism, **call)
         else:
             with dispatch.disabled():
-                out, state = sq.attention(*parts, config, **call)
+                out, state = sq.attention(*parts, mechanism, **call)
         found.append(out)
     torch.testing.assert_close(torch.cat(found, 2), whole, rtol=0, atol=1e-11)
 
 
 @needs_compiled
-@every_config
+@every_mechanism
 @both_directions
-def test_second_derivatives(config, is_causal):
+def test_second_derivatives(mechanism, is_causal):
     def second():
         q, k, v, grad = tensors(9, 9, dim=5, value_dim=3)
-        out = sq.attention(q, k, v, config, is_causal=is_causal)
+        out = sq.attention(q, k, v, mechanism, is_causal=is_causal)
         first = torch.autograd.grad(out, (q, k, v), grad.requires_grad_(), create_graph=True)
         return torch.autograd.grad(
             sum(x.square().sum() for x in first), (grad, q, k, v), allow_unused=True, materialize_grads=True
@@ -238,14 +238,14 @@ BUCKETED = [sq.Reformer(chunk=8), sq.Reformer(), sq.Routing(clusters=5, chunk=8)
 
 @needs_compiled
 @both_directions
-@pytest.mark.parametrize("config", BUCKETED, ids=str)
+@pytest.mark.parametrize("mechanism", BUCKETED, ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("length", [1, 7, 64, 300])
 @pytest.mark.parametrize("has_pads", [False, True], ids=["whole", "padded"])
-def test_buckets(config, is_causal, kv_heads, length, has_pads):
+def test_buckets(mechanism, is_causal, kv_heads, length, has_pads):
     q, k, v, grad = tensors(length, length, kv_heads=kv_heads)
     leaves = (q, k, v)
-    if config.shares_query_and_key:
+    if mechanism.shares_query_and_key:
         if kv_heads != 4:
             pytest.skip("queries and keys are one")
         k, leaves = q, (q, v)
@@ -254,7 +254,7 @@ def test_buckets(config, is_causal, kv_heads, length, has_pads):
         call["key_padding_mask"] = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) > 0.3
 
     def run():
-        out = sq.attention(q, k, v, config, **call)
+        out = sq.attention(q, k, v, mechanism, **call)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
     found = run()
@@ -277,63 +277,63 @@ SPARSE = [
     sq.BigBird(block=16, window=1, random=2, globals=0),
     sq.Pooled(stride=6, window=5),
 ]
-every_sparse = pytest.mark.parametrize("config", SPARSE, ids=str)
+every_sparse_mechanism = pytest.mark.parametrize("mechanism", SPARSE, ids=str)
 
 
 @needs_compiled
 @both_directions
-@every_sparse
+@every_sparse_mechanism
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("length", [1, 7, 64, 300])
 @pytest.mark.parametrize("has_pads", [False, True], ids=["whole", "padded"])
-def test_tiles(config, is_causal, kv_heads, length, has_pads):
+def test_tiles(mechanism, is_causal, kv_heads, length, has_pads):
     q, k, v, grad = tensors(length, length, kv_heads=kv_heads)
     call = {"is_causal": is_causal, "enable_gqa": kv_heads != 4}
     if has_pads:
         call["key_padding_mask"] = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) > 0.3
-    assert_same(results(config, q, k, v, grad, **call), without_compiled(config, q, k, v, grad, **call))
+    assert_same(results(mechanism, q, k, v, grad, **call), without_compiled(mechanism, q, k, v, grad, **call))
 
 
 @needs_compiled
 @both_directions
-@every_sparse
+@every_sparse_mechanism
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_tiles_of_one_sequence_for_several_threads(config, is_causal, threads):
+def test_tiles_of_one_sequence_for_several_threads(mechanism, is_causal, threads):
     q, k, v = (torch.randn(1, 1, 700, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
     grad = torch.randn(1, 1, 700, 16, dtype=torch.float64)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = results(config, q, k, v, grad, is_causal=is_causal)
+        found = results(mechanism, q, k, v, grad, is_causal=is_causal)
     finally:
         torch.set_num_threads(before)
-    assert_same(found, without_compiled(config, q, k, v, grad, is_causal=is_causal))
+    assert_same(found, without_compiled(mechanism, q, k, v, grad, is_causal=is_causal))
 
 
 @needs_compiled
 @both_directions
-@every_sparse
-def test_rounding_of_tiles_in_float32(config, is_causal):
-    exact = without_compiled(config, *tensors(300, 300, dim=64, value_dim=64), is_causal=is_causal)
+@every_sparse_mechanism
+def test_rounding_of_tiles_in_float32(mechanism, is_causal):
+    exact = without_compiled(mechanism, *tensors(300, 300, dim=64, value_dim=64), is_causal=is_causal)
     given = tensors(300, 300, dim=64, value_dim=64, dtype=torch.float32)
     errors = [
-        [(x.double() - y).norm() for x, y in zip(run(config, *given, is_causal=is_causal), exact, strict=True)]
+        [(x.double() - y).norm() for x, y in zip(run(mechanism, *given, is_causal=is_causal), exact, strict=True)]
         for run in (results, without_compiled)
     ]
     assert all(ours <= 2 * theirs for ours, theirs in zip(*errors, strict=True))
 
 
 @needs_compiled
-@every_sparse
+@every_sparse_mechanism
 @pytest.mark.parametrize("where", ["query", "key", "value"])
-def test_nan_is_not_lost(config, where):
-    """All that see it have it; a query's concerns its own row alone."""
+def test_nan_is_not_lost(mechanism, where):
+    """A NaN in a key or value reaches all queries that attend to it; a NaN in a query reaches its own row only."""
     q, k, v = (x.detach() for x in tensors(300, 300)[:3])
     one = torch.zeros_like(v)
     one[0, 0, 77] = 1
-    sees = sq.attention(q, k, one, config)[0, 0, :, 0] != 0
+    sees = sq.attention(q, k, one, mechanism)[0, 0, :, 0] != 0
     {"query": q, "key": k, "value": v}[where][0, 0, 77] = torch.nan
-    found = sq.attention(q, k, v, config).isnan()[0, 0].any(-1)
+    found = sq.attention(q, k, v, mechanism).isnan()[0, 0].any(-1)
     if where == "query":
         assert found.nonzero().flatten().tolist() == [77]
     else:
@@ -347,15 +347,15 @@ def test_nan_is_not_lost(config, where):
 @pytest.mark.parametrize("has_pads", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("features", [16, 13])
 def test_sines_and_cosines(is_causal, kv_heads, has_pads, features):
-    mechanism = sq.RFA(features=features, floor=0.2).build(heads=4, kv_heads=kv_heads, head_dim=17).double()
+    module = sq.RFA(features=features, floor=0.2).build(heads=4, kv_heads=kv_heads, head_dim=17).double()
     q, k, v, grad = tensors(130, 130, kv_heads=kv_heads)
     call = {"is_causal": is_causal}
     if has_pads:
         call["key_padding_mask"] = torch.rand(2, 130, generator=torch.Generator().manual_seed(3)) > 0.3
 
     def run():
-        out = mechanism(q, k, v, **call)
-        return out.detach(), *torch.autograd.grad(out, (q, k, v, *mechanism.parameters()), grad)
+        out = module(q, k, v, **call)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v, *module.parameters()), grad)
 
     found = run()
     with dispatch.disabled():
@@ -368,7 +368,7 @@ def test_sines_and_cosines(is_causal, kv_heads, has_pads, features):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1.0, 1e3, 1e5, 1e9])
 def test_sines_of_large_angles(dtype, size):
-    """The sums of one key and the value 1 are its features."""
+    """The sums over one key with the value 1 are the features of that key."""
     angles = torch.randn(1, 1, 1, 501, dtype=dtype, generator=torch.Generator().manual_seed(4)) * size
     feature_map = FeatureMap.symmetric(lambda x: torch.cat([x.sin(), x.cos()], dim=-1), 1002, NativeMap("trigonometric"))
     rule = KernelizedRule(feature_map=feature_map, normalizer="signed", floor=1e-3)

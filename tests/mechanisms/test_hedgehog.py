@@ -22,8 +22,8 @@ def test_a_weight_is_a_product_of_softmaxes():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["hedgehog", "t2r", "hybrid"])
 def test_scale_multiplies_queries_and_keys_by_its_root(name):
-    config = sq.Hybrid(window=2) if name == "hybrid" else name
-    module = sq.MechanismModule(config, heads=2, head_dim=4).double()
+    method = sq.Hybrid(window=2) if name == "hybrid" else name
+    module = sq.MechanismModule(method, heads=2, head_dim=4).double()
     q, k, v = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64)
     same = {} if name != "hybrid" else {"scale": 1.0}
     torch.testing.assert_close(module(q, k, v, scale=0.25), module(q / 2, k / 2, v, **same))

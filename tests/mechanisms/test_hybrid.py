@@ -26,7 +26,7 @@ def test_a_window_over_all_is_softmax(is_causal):
 @both_ways
 @torch.no_grad()
 def test_without_far_weights_it_is_local(is_causal):
-    """So `window` counts as there. The features are dead, or count for nothing."""
+    """So `window` means the same there. The features are dead, or have a vanishing weight."""
     q, k, v = qkv(150)
     expected = sq.attention(q, k, v, sq.Local(window=7), is_causal=is_causal)
     dead = sq.Hybrid(window=7, map="t2r").build(heads=2, head_dim=4)
@@ -41,7 +41,7 @@ def test_without_far_weights_it_is_local(is_causal):
 @pytest.mark.parametrize("name", MAPS)
 @torch.no_grad()
 def test_without_near_weights_it_is_the_map(name, is_causal):
-    """Beside a factor of e^1000 the query's own key, which is all that is near, counts for nothing."""
+    """The only near key is the query's own, and it vanishes beside a factor of e^1000 on the far keys."""
     q, k, v = qkv(150)
     module = sq.Hybrid(window=0, map=name).build(heads=2, head_dim=4).double()
     weights = dict(module.named_parameters())
@@ -103,13 +103,13 @@ def test_inputs_of_any_size_give_finite_outputs_and_gradients(name, size):
 
 @torch.no_grad()
 def test_the_far_sums_are_not_differences():
-    """One key with a huge value inside the window: what lies beyond keeps its digits."""
+    """With one huge value inside the window, the sums over keys beyond it keep their precision."""
     module = sq.Hybrid(window=2, map="linear").build(heads=1, head_dim=4)
     module.log_mix.fill_(30.0)
     q, k, v = qkv(200, heads=1, dtype=torch.float32)
     k[:, :, 100] = 1e6
     v[:, :, 100] = 1e6
-    rows = slice(98, 103)  # all have it in the window; its score is in none of them so large that it counts
+    rows = slice(98, 103)  # all have it in the window, and none has a score so large that it matters
     q[:, :, rows] = -q[:, :, rows].abs()
     weights = dict(module.named_parameters())
     truth = reference.attention(module.method, q.double(), k.double(), v.double(), weights=weights)
@@ -131,7 +131,7 @@ def test_nothing_grows_with_the_square(is_causal, grad):
 
 
 @both_ways
-@pytest.mark.parametrize("length", [1, 63, 70, 71])  # a chunk of 64 meets 71 keys, or 78
+@pytest.mark.parametrize("length", [1, 63, 70, 71])  # the span of a chunk of 64 has 71 keys, or 78
 def test_a_short_sequence_is_one_chunk_and_gives_the_same(length, is_causal, monkeypatch):
     def found(limit):
         monkeypatch.setattr(hybrid, "_SHORT", limit)

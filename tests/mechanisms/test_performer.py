@@ -1,4 +1,4 @@
-"""The theory of FAVOR+, on the very features that the engine uses: unbiased, and with the papers' mean squared errors."""
+"""The theory of FAVOR+, on the features that the engine uses: unbiased, with the mean squared errors of the papers."""
 
 import math
 
@@ -28,7 +28,7 @@ def optimal_a(p):
 
 
 def estimates(kind, w, a=None, x=X, y=Y):
-    """What each single direction of w (m, D) estimates e^(x.y) to be: (m,)."""
+    """The estimate of e^(x.y) by each single direction of w (m, D): (m,)."""
     (fx, bx), (fy, by) = (features(v, w, kind, a=a) for v in (x, y))
     terms = (fx * fy * (bx + by).exp()).reshape(-1, len(w)).sum(0)  # [sin, cos] and [e^u, e^-u] belong together
     return terms * len(w)
@@ -104,8 +104,8 @@ def test_blocks_are_orthogonal(count):
 
 
 def test_options_reach_the_draw():
-    spec = sq.Performer().build(heads=2, head_dim=6).sizes
-    drawn = lambda **options: sq.Performer(features=9, seed=4, **options).buffers(spec)["projection"]
+    sizes = sq.Performer().build(heads=2, head_dim=6).sizes
+    drawn = lambda **options: sq.Performer(features=9, seed=4, **options).buffers(sizes)["projection"]
     assert torch.equal(drawn(), orthogonal(9, 6, seed=4))
     assert torch.equal(drawn(orthogonal=False), gaussian(9, 6, seed=4))
     assert torch.equal(drawn(regularized=True), orthogonal(9, 6, seed=4, regularized=True))
@@ -137,8 +137,8 @@ def test_measured_p():
     x, y = q * 5**-0.25, k.repeat_interleave(2, dim=1) * 5**-0.25
     pairs = (x.unsqueeze(3) + y.unsqueeze(2)).square().sum(-1).mean((1, 2, 3)) / 5
     torch.testing.assert_close(measure_p(q, k).flatten(), pairs)
-    config = sq.Performer(kind="favor++", p=pairs[0].item())
-    one = sq.attention(q[:1], k[:1], k[:1], config, enable_gqa=True)
+    mechanism = sq.Performer(kind="favor++", p=pairs[0].item())
+    one = sq.attention(q[:1], k[:1], k[:1], mechanism, enable_gqa=True)
     torch.testing.assert_close(one, sq.attention(q, k, k, sq.Performer(kind="favor++"), enable_gqa=True)[:1])
 
 
