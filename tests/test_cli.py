@@ -143,10 +143,10 @@ def test_show_takes_options(run):
         (["performer", "--option", "features=many"], "Performer.features must be a whole number of at least 1; got 'many'"),
         (["performer", "--option", "features"], "an option must be name=value, each name once; got 'features'"),
         (["performer", "--option", "seed=1", "--option", "seed=2"], "each name once; got 'seed=2'"),
-        (["linear", "--length", "3", "--out", "picture.gif"], "ends in .png or .svg; got 'picture.gif'"),
+        (["linear", "--length", "3", "--out", "picture.gif"], "must end in .png or .svg; got 'picture.gif'"),
         (
             ["linear", "--length", "3", "--out", "no/such/place.svg"],
-            "a file in a directory that can be written; got 'no/such/place.svg'",
+            "written to a writable directory; got 'no/such/place.svg'",
         ),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_code_of_its_page(run):
 
 
 def test_compare(run, tmp_path):
-    options = ["--methods", "squared_relu", "--lengths", "16,32", "--heads", "2", "--head-dim", "8", "--budget", "0.15"]
+    options = ["--methods", "squared_relu", "--lengths", "16,32", "--heads", "2", "--head-dim", "8", "--budget", "1"]
     printed = run("-m", "subquad", "compare", *options, "--out", "here", cwd=tmp_path)
     assert "squared_relu" in printed
     results = json.loads((tmp_path / "here" / "results.json").read_text())

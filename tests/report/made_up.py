@@ -5,7 +5,7 @@ import random
 
 import subquad as sq
 from subquad.bench.results import BASELINE, Facts, Results, Setting, Timing
-from subquad.report.looks import family_of
+from subquad.report.styles import family_of
 
 LENGTHS = [2**i for i in range(8, 17)]
 METHODS = [name for name in sq.methods() if name not in ("softmax", "svd")]

@@ -116,8 +116,8 @@ def test_what_is_only_causal_is_shown_causal_and_says_so():
 
 def test_the_caption_names_what_the_picture_depends_on():
     assert "seed 5" in " ".join(attention_map("rfa", length=3, seed=5).caption)
-    assert "before training" in " ".join(attention_map("rfa", length=3).caption)
-    assert "before training" not in " ".join(attention_map("linear", length=3).caption)
+    assert "parameters are untrained" in " ".join(attention_map("rfa", length=3).caption)
+    assert "parameters are untrained" not in " ".join(attention_map("linear", length=3).caption)
     assert "seed" not in " ".join(attention_map(Banded(), length=3).caption)
 
 
@@ -141,7 +141,7 @@ def test_same_seed_same_picture_and_the_callers_generator_is_left_alone():
         ({"length": 4097}, "at most 4096 tokens; got 4097"),
         ({"heads": 0}, "heads must be"),
         ({"head_dim": -1}, "head_dim must be"),
-        ({"seed": -1}, "seed is a whole number"),
+        ({"seed": -1}, "seed must be a whole number"),
         ({"is_causal": 1}, "is_causal must be True or False"),
     ],
 )

@@ -10,8 +10,8 @@ import subquad as sq
 from subquad.bench.results import BASELINE, Facts, Results, Setting, Timing
 from subquad.report import figures, labels, save_charts
 from subquad.report.charts import charts
-from subquad.report.labels import on_log_axis, placed
-from subquad.report.looks import looks
+from subquad.report.labels import on_log_axis, label_positions
+from subquad.report.styles import method_styles
 from tests.report.made_up import FAILING, LONGEST_RUN, METHODS
 
 
@@ -73,16 +73,16 @@ def test_fidelity_is_of_the_longest_length_with_an_error():
 
 
 def test_a_method_keeps_its_look_whatever_else_is_drawn():
-    alone = {look.method: look for look in looks(["performer"])}
-    assert alone["performer"] == {look.method: look for look in looks(METHODS)}["performer"]
-    seen = [(look.light, look.shape) for look in looks(sq.methods())]
+    alone = {style.method: style for style in method_styles(["performer"])}
+    assert alone["performer"] == {style.method: style for style in method_styles(METHODS)}["performer"]
+    seen = [(style.light, style.shape) for style in method_styles(sq.methods())]
     assert len(set(seen)) == len(seen)
-    assert looks(METHODS)[0].is_baseline
+    assert method_styles(METHODS)[0].is_baseline
 
 
 def test_labels_do_not_overlap():
     crowd = [(100 + 9 * i, 100 + 5 * i, f"method {i}") for i in range(12)]
-    places = placed(crowd, 400, 300)
+    places = label_positions(crowd, 400, 300)
     assert sum(bool(place.align) for place in places) >= 6
     boxes = [labels._box(x + p.dx, y + p.dy, p.align, text) for (x, y, text), p in zip(crowd, places, strict=True) if p.align]
     assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if labels._overlap(a, b)]

@@ -103,7 +103,7 @@ def test_every_status_has_its_reason(outline, results):
     assert results.refusals[REFUSED] in cells
     assert cells[cells.index("failed") : cells.index("failed") + 4] == ["failed", "forward time", "32,768, 65,536", FAILING]
     assert "a call would take about 30 to 120 s, and the budget allows 12" in cells
-    assert "cells were not run, for want of time or memory" in outline.text
+    assert "cells were not run, because time or memory did not suffice" in outline.text
 
 
 def test_the_machine_and_the_setting_are_named(outline, results):

@@ -122,7 +122,7 @@ def test_an_existing_file_is_replaced(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jpg", "png", "a.png.gz"])
 def test_other_endings_are_refused(name, tmp_path):
-    with pytest.raises(sq.InputError, match=r"ends in \.png or \.svg; got"):
+    with pytest.raises(sq.InputError, match=r"must end in \.png or \.svg; got"):
         save(attention_map("linear", length=3), tmp_path / name)
     assert not os.listdir(tmp_path)
 
@@ -133,7 +133,7 @@ def test_other_endings_are_refused(name, tmp_path):
 def test_a_place_that_cannot_be_written(name, why, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "full.svg").mkdir()
-    with pytest.raises(sq.InputError, match=rf"directory that can be written; got .*{name}': {why}"):
+    with pytest.raises(sq.InputError, match=rf"written to a writable directory; got .*{name}': {why}"):
         save(attention_map("linear", length=3), tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == ["file", "full.svg"]
 

@@ -99,7 +99,7 @@ def test_a_run_without_a_step_has_a_page_too(tmp_path):
     results = made_up()
     results.records = results.records[3:]
     write_training_page(results, tmp_path / "a.html")
-    assert "No step was made yet" in (tmp_path / "a.html").read_text()
+    assert "No step has been made yet" in (tmp_path / "a.html").read_text()
 
 
 def test_names_and_reasons_cannot_act(tmp_path):

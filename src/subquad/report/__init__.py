@@ -1,4 +1,4 @@
-"""What can be looked at: the page of a comparison, its charts, and pictures of who attends to whom."""
+"""Pages, charts, and pictures of which tokens attend to which."""
 
 from subquad.report.attention_map import AttentionMap, HeadGroup, attention_map
 from subquad.report.charts import save_charts

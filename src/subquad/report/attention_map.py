@@ -1,4 +1,4 @@
-"""Who attends to whom: the attention matrix of any mechanism, read off its output.
+"""Which tokens attend to which: the attention matrix of any mechanism, read off its output.
 
 With the identity as values the output is the matrix itself, whatever computed it:
 
@@ -24,19 +24,19 @@ from subquad.families.base import Mechanism
 from subquad.registry import resolve
 
 MAX_LENGTH = 4096
-# Mechanisms of these families choose pairs, and the picture shows which. The others weigh all pairs, and it shows the weights.
-_CHOOSING = ("exact", "sparse", "bucketed")
-_READS_NO_INPUT = ("exact", "sparse")
-# Long enough for the default options to leave something out.
+# Mechanisms of these families select pairs, and the picture shows which. The others weight all pairs: it shows the weights.
+_SELECTING = ("exact", "sparse", "bucketed")
+_FIXED = ("exact", "sparse")
+# Long enough that the default options leave out some pairs.
 _LENGTHS = {"exact": 1024, "sparse": 1024, "bucketed": 256, "low_rank": 256, "hybrid": 256}
 
 
 @dataclass(frozen=True, eq=False)
 class HeadGroup:
-    """Heads that attend alike, with one figure: the share of pairs they choose, or the error of their weights."""
+    """Heads with equal attention, and one figure: the fraction of pairs that they select, or the error of their weights."""
 
     heads: tuple[int, ...]
-    weights: Tensor  # (N, N); where pairs are chosen, 1 for those
+    weights: Tensor  # (N, N); 1 for selected pairs
     share: float | None  # of all N^2 pairs
     error: float | None  # |A - softmax's| / |softmax's|, Frobenius
 
@@ -51,9 +51,9 @@ class HeadGroup:
 
 @dataclass(frozen=True, eq=False)
 class AttentionMap:
-    """The attention matrices of one mechanism on one random input, with the figure of `HeadGroup` over all heads."""
+    """The attention matrices of one mechanism on one random input; `share` and `error` as in `HeadGroup`, over all heads."""
 
-    config: Mechanism
+    mechanism: Mechanism
     length: int
     is_causal: bool
     seed: int
@@ -61,24 +61,24 @@ class AttentionMap:
     groups: tuple[HeadGroup, ...]
     share: float | None
     error: float | None
-    exact: Tensor | None  # (N, N), softmax's, where weights are shown
+    exact: Tensor | None  # (N, N), softmax's, if weights are shown
 
     @property
     def options(self) -> dict[str, Any]:
         """The options that differ from the defaults."""
-        defaults = type(self.config)()
-        values = {f.name: getattr(self.config, f.name) for f in fields(self.config)}  # type: ignore[arg-type]
+        defaults = type(self.mechanism)()
+        values = {f.name: getattr(self.mechanism, f.name) for f in fields(self.mechanism)}  # type: ignore[arg-type]
         return {name: value for name, value in values.items() if value != getattr(defaults, name)}
 
     @property
     def causal_share(self) -> float | None:
-        """The share of the N (N + 1) / 2 causal pairs."""
+        """The fraction of the N (N + 1) / 2 causal pairs."""
         return self.share * 2 * self.length / (self.length + 1) if self.share is not None and self.is_causal else None
 
     @property
     def title(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        name = self.config.info.name + (f"({options})" if options else "")
+        name = self.mechanism.info.name + (f"({options})" if options else "")
         return f"{name}, {self.length} tokens, {'causal' if self.is_causal else 'bidirectional'}"
 
     @property
@@ -94,18 +94,18 @@ class AttentionMap:
         if self.exact is None:
             lines = [f"Pairs that attend: {self.share:.1%} of all{causal}."]
         else:
-            lines = [f"Effective weights: relative error {self.error:.3g} to exact softmax's (Frobenius)."]
-        lines += [f"Causal only: {reason}." for reason in self.config.reasons(["bidirectional"]).values()]
-        if self.config.info.family not in _READS_NO_INPUT:
+            lines = [f"Effective weights: relative error {self.error:.3g} against exact softmax (Frobenius norm)."]
+        lines += [f"Causal only: {reason}." for reason in self.mechanism.reasons(["bidirectional"]).values()]
+        if self.mechanism.info.family not in _FIXED:
             lines.append(f"Depends on the input: random queries and keys, seed {self.seed}.")
         if self.has_parameters:
-            lines.append("Its parameters are as before training.")
+            lines.append("Its parameters are untrained.")
         return lines
 
     def facts(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The figures, as JSON has them."""
         return {
-            "method": self.config.info.name,
+            "method": self.mechanism.info.name,
             "options": self.options,
             "length": self.length,
             "is_causal": self.is_causal,
@@ -129,38 +129,39 @@ def attention_map(
     """The attention matrices of `method`.
 
     Args:
-        method: a name or a config object.
-        length: N, at most 4096; None for 64 to 1024, by the engine.
+        method: a name or a mechanism.
+        length: N, at most 4096; None for 64 to 1024, depending on the family.
         heads, head_dim: H and D.
-        is_causal: None for bidirectional where the mechanism can.
-        seed: what queries, keys and initial parameters are drawn from.
+        is_causal: None for bidirectional if the mechanism supports that.
+        seed: of the random queries, keys and initial parameters.
     """
-    config = resolve(method)
-    chooses = config.info.family in _CHOOSING and config.info.engine != "clustered"  # which weighs every pair
-    length = _LENGTHS.get(config.info.family, 64) if length is None else length
-    is_causal = bool(config.reasons(["bidirectional"])) if is_causal is None else is_causal
+    mechanism = resolve(method)
+    selects = mechanism.info.family in _SELECTING and mechanism.info.engine != "clustered"  # that engine weights every pair
+    length = _LENGTHS.get(mechanism.info.family, 64) if length is None else length
+    is_causal = bool(mechanism.reasons(["bidirectional"])) if is_causal is None else is_causal
     checks.sizes(length=length, heads=heads, head_dim=head_dim)
     if length > MAX_LENGTH:
-        raise InputError(f"a picture of N x N pairs has at most {MAX_LENGTH} tokens; got {length}. Choose a smaller length.")
+        raise InputError(f"a picture of N x N pairs can have at most {MAX_LENGTH} tokens; got {length}. Choose fewer.")
     if not 0 <= seed < 2**63:
-        raise InputError(f"seed is a whole number from 0 to 2**63 - 1; got {seed}.")
+        raise InputError(f"seed must be a whole number from 0 to 2**63 - 1; got {seed}.")
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         query = torch.randn(1, 1, length, head_dim)
-        key = query if config.shares_query_and_key else torch.randn(1, 1, length, head_dim)
-        mechanism = config.without_values().build(heads=heads, head_dim=head_dim, value_dim=length, dim=heads * head_dim).eval()
-        matrices = _matrices(mechanism, query, key, is_causal)
-        if chooses:
+        key = query if mechanism.shares_query_and_key else torch.randn(1, 1, length, head_dim)
+        sizes = {"heads": heads, "head_dim": head_dim, "value_dim": length, "dim": heads * head_dim}
+        module = mechanism.without_values().build(**sizes).eval()
+        matrices = _matrices(module, query, key, is_causal)
+        if selects:
             matrices = (matrices != 0).float()
-        exact = None if chooses else attention(query, key, torch.eye(length)[None, None], is_causal=is_causal)[0, 0]
-    groups = [HeadGroup(alike, matrices[alike[0]], *_figures(matrices[alike[0]], exact)) for alike in _alike(matrices)]
+        exact = None if selects else attention(query, key, torch.eye(length)[None, None], is_causal=is_causal)[0, 0]
+    groups = [HeadGroup(equal, matrices[equal[0]], *_figures(matrices[equal[0]], exact)) for equal in _equal_heads(matrices)]
     share, error = _figures(matrices, exact)
     return AttentionMap(
-        config=config,
+        mechanism=mechanism,
         length=length,
         is_causal=is_causal,
         seed=seed,
-        has_parameters=any(True for _ in mechanism.parameters()),
+        has_parameters=any(True for _ in module.parameters()),
         groups=tuple(groups),
         share=share,
         error=error,
@@ -168,18 +169,18 @@ def attention_map(
     )
 
 
-def _matrices(mechanism: MechanismModule, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
+def _matrices(module: MechanismModule, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
     """(H, N, N)."""
-    sizes, length = mechanism.sizes, query.shape[2]
+    sizes, length = module.sizes, query.shape[2]
     q = query.expand(1, sizes.heads, -1, -1)
     k = q if key is query else key.expand(1, sizes.heads, -1, -1)
     identity = torch.eye(length).expand(1, sizes.heads, -1, -1)
-    hidden = torch.randn(1, length, sizes.heads * sizes.head_dim) if mechanism.method.reads_tokens else None
-    return mechanism(q, k, identity, is_causal=is_causal, hidden=hidden)[0]
+    hidden = torch.randn(1, length, sizes.heads * sizes.head_dim) if module.method.reads_tokens else None
+    return module(q, k, identity, is_causal=is_causal, hidden=hidden)[0]
 
 
-def _alike(matrices: Tensor) -> list[tuple[int, ...]]:
-    """Heads with the same matrix, up to rounding."""
+def _equal_heads(matrices: Tensor) -> list[tuple[int, ...]]:
+    """Groups of heads with the same matrix, up to rounding."""
     groups: list[tuple[int, ...]] = []
     for head, matrix in enumerate(matrices):
         same = next((i for i, g in enumerate(groups) if torch.allclose(matrix, matrices[g[0]], rtol=1e-4, atol=1e-6)), None)
@@ -191,7 +192,7 @@ def _alike(matrices: Tensor) -> list[tuple[int, ...]]:
 
 
 def _figures(weights: Tensor, exact: Tensor | None) -> tuple[float | None, float | None]:
-    """Share and error of (..., N, N)."""
+    """`share` and `error` of (..., N, N)."""
     if exact is None:
         return weights.mean(dtype=torch.float64).item(), None
     difference, whole = (x.norm(dtype=torch.float64) for x in (weights - exact, exact.expand_as(weights)))

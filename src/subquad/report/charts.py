@@ -1,7 +1,7 @@
-"""The charts of a comparison, from one description for the page and for files.
+"""Charts, from one description for pages and for files.
 
-A chart is a Vega-Lite or Vega specification. The page changes what is shown through its signals: `hidden`, the methods that are
-not drawn, and `kind`, which pass or which input.
+A chart is a Vega-Lite or Vega specification. A page controls it through signals: `hidden` lists the methods that are not drawn,
+and `kind` selects the pass or the input.
 """
 
 from __future__ import annotations
@@ -11,31 +11,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from subquad import InputError
 from subquad.bench.results import BASELINE, Results
-from subquad.errors import load_extra
+from subquad.errors import InputError, load_extra
 from subquad.report import figures
-from subquad.report.labels import on_log_axis, placed
-from subquad.report.looks import Look, looks, theme
+from subquad.report.labels import label_positions, on_log_axis
+from subquad.report.styles import MethodStyle, method_styles, theme
 from subquad.runs.files import write_atomically
 
 Spec = dict[str, Any]
 FORMATS = ("png", "svg")
 _WIDTH, _HEIGHT = 760, 420
-_ROW = 26  # pixels of a heat map's row
+_ROW_HEIGHT = 26  # pixels, of a heat map
 _TOKENS = "datum.value >= 1024 && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
 _IS_DRAWN = "indexof(hidden, datum.method) < 0"
 _DIGIT = "round(datum.value / pow(10, floor(log(datum.value) / LN10 + 1e-9)))"
 _TIME = "datum.value >= 1000 ? format(datum.value / 1000, '~r') + ' s' : format(datum.value, '~r') + ' ms'"
 _PLAIN = "format(datum.value, '~g')"
 _MEMORY = "datum.value >= 1024 ? format(datum.value / 1024, '~r') + ' GiB' : format(datum.value, '~r') + ' MiB'"
-_ACROSS, _UP = 30, 24  # pixels around points with labels
+_PADDING_X, _PADDING_Y = 30, 24  # pixels around points with labels
 _ANCHORS = [("right", 7), ("top", 6), ("bottom", 6), ("left", 7), ("top-right", 5), ("bottom-right", 5), ("top-left", 5)]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart, and the choices that its `kind` signal has."""
+    """One chart, and the values of its `kind` signal."""
 
     name: str
     spec: Spec
@@ -43,8 +42,8 @@ class Chart:
 
 
 def charts(results: Results, *, in_page: bool = True) -> list[Chart]:
-    """Those that have something to show. In a page they take its width, and the page has the legend."""
-    drawn = looks(figures.shown_methods(results))
+    """The charts with data to show. In a page they take its width, and the page has the legend."""
+    drawn = method_styles(figures.shown_methods(results))
     found = []
     passes = tuple(figures.measured_passes(results))
     if passes:
@@ -58,12 +57,12 @@ def charts(results: Results, *, in_page: bool = True) -> list[Chart]:
 
 
 def save_charts(results: Results, folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write every chart as `time_forward.png` and so on, one file a choice and format; return the paths."""
+    """Write every chart as `time_forward.png` and so on, one file per kind and format; return the paths."""
     (convert,) = load_extra("report", "a chart in a file", "vl_convert")
     for ending in formats:
         if ending not in FORMATS:
-            raise InputError(f"a chart's format is {' or '.join(FORMATS)}; got {ending!r}.")
-    config = theme(looks(figures.shown_methods(results)), "light")
+            raise InputError(f"the format of a chart must be {' or '.join(FORMATS)}; got {ending!r}.")
+    config = theme(method_styles(figures.shown_methods(results)), "light")
     paths = []
     for chart in charts(results, in_page=False):
         for kind in chart.kinds or ("",):
@@ -71,19 +70,19 @@ def save_charts(results: Results, folder: Path, formats: Sequence[str] = FORMATS
             svg = convert.vega_to_svg(spec) if "marks" in spec else convert.vegalite_to_svg(spec)
             for ending in formats:
                 path = folder / f"{chart.name}{f'_{_word(kind)}' if kind else ''}.{ending}"
-                write(path, svg.encode() if ending == "svg" else convert.svg_to_png(svg, scale=2))
+                write_report(path, svg.encode() if ending == "svg" else convert.svg_to_png(svg, scale=2))
                 paths.append(path)
     return paths
 
 
-def write(path: Path, content: bytes) -> None:
-    """Wholly, or not at all."""
+def write_report(path: Path, content: bytes) -> None:
+    """Write a file atomically; its folder is made if need be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
     except OSError as error:
         raise InputError(
-            f"a report goes to a directory that can be written; got {str(path)!r}: {error.strerror or error}. Choose another."
+            f"a report must be written to a writable directory; got {str(path)!r}: {error.strerror or error}. Choose another."
         ) from error
 
 
@@ -98,9 +97,9 @@ def _choosing(spec: Spec, kind: str) -> Spec:
 
 
 def _lines(
-    rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool, title: str, label: str, base: int
+    rows: figures.Rows, drawn: list[MethodStyle], kinds: Sequence[str], in_page: bool, title: str, label: str, base: int
 ) -> Spec:
-    """Value against length, both logarithmic: solid between what was measured, dashed and hollow where it is predicted."""
+    """Value against length on logarithmic axes; predictions have dashed lines and hollow points."""
     (alt,) = load_extra("report", "a chart", "altair")
     colour, shape = _scales(alt, drawn, in_page)
     lengths = sorted({row["length"] for row in rows})
@@ -139,7 +138,7 @@ def _lines(
         shared.transform_filter(measured).mark_line(aria=False).encode(strokeWidth=width),
         shared.transform_filter(measured).mark_point(filled=True, size=55, opacity=1, aria=False).encode(shape=shape),
         *(word.encode(text=alt.value("SDPA")) for word in words),
-        shared.mark_point(filled=True, shape="circle", size=260, opacity=0).encode(tooltip=tooltip),  # easier to hit
+        shared.mark_point(filled=True, shape="circle", size=260, opacity=0).encode(tooltip=tooltip),  # easy to point at
     ]
     if any(row["is_predicted"] for row in rows):
         layers.insert(1, shared.transform_filter(joining).mark_line(strokeDash=[5, 4], aria=False).encode(strokeWidth=width))
@@ -148,8 +147,8 @@ def _lines(
     return _sized(chart, in_page, rows)
 
 
-def curves(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool) -> Spec:
-    """Value by step, both linear, a line a method."""
+def curves(rows: figures.Rows, drawn: list[MethodStyle], kinds: Sequence[str], in_page: bool) -> Spec:
+    """Value by step on linear axes, one line per method."""
     (alt,) = load_extra("report", "a chart", "altair")
     colour, shape = _scales(alt, drawn, in_page)
     tooltip = [
@@ -169,13 +168,13 @@ def curves(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page:
     layers = [
         shared.mark_line(aria=False, strokeWidth=1.6),
         shared.transform_filter("datum.is_marked").mark_point(filled=True, size=45, opacity=1, aria=False).encode(shape=shape),
-        shared.mark_point(filled=True, shape="circle", size=260, opacity=0).encode(tooltip=tooltip),  # easier to hit
+        shared.mark_point(filled=True, shape="circle", size=260, opacity=0).encode(tooltip=tooltip),  # easy to point at
     ]
     return _sized(_with_signals(alt, alt.layer(*layers), kinds), in_page, rows)
 
 
 def heat_map(rows: figures.Rows, layers: Sequence[str], title: str, highest: float, in_page: bool) -> Spec:
-    """A square for every layer and head, in the theme's colours from 0 to `highest`; `layers` are those that have a row."""
+    """One square per layer and head, coloured from 0 to `highest`; `layers` are the rows."""
     (alt,) = load_extra("report", "a chart", "altair")
     tips = {"layer": "layer", "head": "head", "amount": title}
     chart = (
@@ -198,16 +197,16 @@ def heat_map(rows: figures.Rows, layers: Sequence[str], title: str, highest: flo
             tooltip=[alt.Tooltip(field, type="nominal", title=words) for field, words in tips.items()],
         )
     )
-    return _sized(_with_signals(alt, chart, ()), in_page, rows, max(90, _ROW * len(layers)))
+    return _sized(_with_signals(alt, chart, ()), in_page, rows, max(90, _ROW_HEIGHT * len(layers)))
 
 
-def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_page: bool) -> Spec:
-    """Points with labels, which Vega-Lite cannot keep apart: hence compiled to Vega, and the labels added."""
+def _fidelity(rows: figures.Rows, drawn: list[MethodStyle], kinds: Sequence[str], in_page: bool) -> Spec:
+    """Labelled points. Vega-Lite cannot avoid overlapping labels, so this is compiled to Vega, and the labels are added."""
     alt, convert = load_extra("report", "a chart", "altair", "vl_convert")
     colour, shape = _scales(alt, drawn, True)
-    rows = rows if in_page else _with_places(rows, kinds)
+    rows = rows if in_page else _with_label_positions(rows, kinds)
     tips = {"method": "method", "tokens": "tokens", "relative": "relative error", "against": "times faster than SDPA (95%)"}
-    across, up = (alt.Scale(type="log", nice=False, padding=padding) for padding in (_ACROSS, _UP))
+    across, up = (alt.Scale(type="log", nice=False, padding=padding) for padding in (_PADDING_X, _PADDING_Y))
     errors, gains = ([row[name] for row in rows] for name in ("error", "gain"))
     points = (
         alt.Chart(alt.NamedData(name="rows"), name="points")
@@ -225,7 +224,7 @@ def _fidelity(rows: figures.Rows, drawn: list[Look], kinds: Sequence[str], in_pa
     chart = _with_signals(alt, alt.layer(even, points), kinds)
     spec: Spec = convert.vegalite_to_vega({**_sized(chart, in_page, rows), "datasets": {"rows": rows, "even": [{"gain": 1}]}})
     for part, baked in ((spec, "config"), (spec, "background"), (_mark(spec, "rule")["encode"]["update"], "stroke")):
-        part.pop(baked, None)  # these are the theme's
+        part.pop(baked, None)  # set by the theme
     spec["marks"].append(_labels_by_vega() if in_page else _labels_by_rows())
     return spec
 
@@ -235,7 +234,7 @@ def _mark(spec: Spec, kind: str) -> Spec:
 
 
 def _labels_by_vega() -> Spec:
-    """Labels that give way to each other at any size; it takes a browser."""
+    """Labels that a browser places without overlap at any size."""
     options = {
         "size": {"signal": "[width, height]"},
         "anchor": [anchor for anchor, _ in _ANCHORS],
@@ -261,35 +260,35 @@ def _labels(place: Spec) -> Spec:
     return {"type": "text", "name": "labels", "from": {"data": "points_marks"}, "encode": {"enter": encode}}
 
 
-def _with_places(rows: figures.Rows, kinds: Sequence[str]) -> figures.Rows:
-    """The rows with the place of each label in a chart of the size of a file."""
+def _with_label_positions(rows: figures.Rows, kinds: Sequence[str]) -> figures.Rows:
+    """The rows, each with the position of its label in a chart that is written to a file."""
     found = []
     for kind in kinds:
         mine = [row for row in rows if row["kind"] == kind]
-        x = on_log_axis([row["error"] for row in mine], _WIDTH, _ACROSS)
-        y = [_HEIGHT - up for up in on_log_axis([row["gain"] for row in mine], _HEIGHT, _UP, 1.0)]
-        places = placed([(*point, row["label"]) for *point, row in zip(x, y, mine, strict=True)], _WIDTH, _HEIGHT)
+        x = on_log_axis([row["error"] for row in mine], _WIDTH, _PADDING_X)
+        y = [_HEIGHT - up for up in on_log_axis([row["gain"] for row in mine], _HEIGHT, _PADDING_Y, 1.0)]
+        places = label_positions([(*point, row["label"]) for *point, row in zip(x, y, mine, strict=True)], _WIDTH, _HEIGHT)
         found += [{**row, **asdict(place)} for row, place in zip(mine, places, strict=True)]
     return found
 
 
-def _scales(alt: Any, drawn: list[Look], in_page: bool) -> tuple[Any, Any]:
-    """Colour and shape by method, in the order of `drawn`, as the theme has them."""
-    domain = [look.method for look in drawn]
+def _scales(alt: Any, drawn: list[MethodStyle], in_page: bool) -> tuple[Any, Any]:
+    """Colour and shape by method, from the ranges of the theme, in the order of `drawn`."""
+    domain = [style.method for style in drawn]
     legend = None if in_page else alt.Legend(title=None, symbolOpacity=1, symbolStrokeWidth=2)
     colour = alt.Color("method:N", scale=alt.Scale(domain=domain, range="category"), legend=legend)
     return colour, alt.Shape("method:N", scale=alt.Scale(domain=domain, range="symbol"), legend=legend)
 
 
 def _axis(alt: Any, label: str, digits: Sequence[int]) -> Any:
-    """Logarithmic, with ticks at numbers that begin with `digits`."""
+    """A logarithmic axis with ticks at numbers that begin with `digits`."""
     is_round = f"indexof([{', '.join(map(str, digits))}], {_DIGIT}) >= 0"
     seen = alt.condition(is_round, alt.value(1), alt.value(0))
     return alt.Axis(labelExpr=f"{is_round} ? {label} : ''", gridOpacity=seen, tickOpacity=seen, labelOverlap=True)
 
 
 def _digits(values: Sequence[float]) -> Sequence[int]:
-    """First digits that ticks may have: the usual ones, or all where values are so near that none of those may lie between."""
+    """First digits of the ticks: 1, 2 and 5, or all if the values are so close that none of those may lie between them."""
     return (1, 2, 5) if max(values) >= 5 * min(values) else range(1, 10)
 
 

@@ -1,4 +1,4 @@
-"""The page and the tables of a conversion: what the swap broke, head by head, and what the repair brought back."""
+"""The page and the tables of a conversion: what the swap broke, head by head, and what the repair recovered."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from subquad.conversion.diagnosis import Diagnosis
 from subquad.conversion.results import KEEP, Results
 from subquad.report import figures
-from subquad.report.charts import Chart, curves, heat_map, write
-from subquad.report.looks import looks, theme
+from subquad.report.charts import Chart, curves, heat_map, write_report
 from subquad.report.page import library, template
+from subquad.report.styles import method_styles, theme
 from subquad.report.tables import Cell, Table
 
 _NONE = Cell("-", None, "none")
-_SHOWN = 100  # heads in the page's table, at most
+_MAX_HEADS = 100  # in the table of the page
 _MEASURES = {"error": "relative error", "kl": "KL divergence"}  # fields of a Head
 
 
@@ -24,10 +24,10 @@ def headline(results: Results) -> str:
     """The conversion in a sentence or two."""
     sites = list(results.conversion["sites"].values())
     count = sum(site["name"] == results.method for site in sites)
-    what = f"{results.architecture} with {results.method} in {count} of its {len(sites)} attentions."
+    what = f"{results.architecture} with {results.method} in {count} of its {len(sites)} attention modules."
     naive, last = results.diagnoses.get(KEEP, results.naive), results.last
     if naive is None or last is None:
-        return f"{what} Nothing was measured: there was no text."
+        return f"{what} Nothing was measured, because there was no text."
     if naive.perplexity_before is not None and naive.perplexity_after is not None:
         figure, before = "perplexity", figures.digits(naive.perplexity_before)
         swapped, repaired = (figures.digits(d.perplexity_after or math.nan) for d in (naive, last))
@@ -37,13 +37,13 @@ def headline(results: Results) -> str:
         change = f"The swap leaves its last hidden states at a cosine of {swapped} to the original's"
     if last is naive:
         return f"{what} {change}."
-    learnt = ", less than the original's: it has learnt the text, too" if _has_learnt_text(results) else ""
+    learnt = ", lower than the original's, because it has also learned the text" if _has_learnt_text(results) else ""
     return f"{what} {change}; after {_words(list(results.diagnoses)[-1])} the {figure} is {repaired}{learnt}."
 
 
 def summary(results: Results) -> Table:
-    """The original, the swap, and each part after it."""
-    caption = "Loss, perplexity and cosine to the original, of the original, after the swap and after each part of the repair."
+    """The original, the swap, and each step of the repair."""
+    caption = "Loss, perplexity and cosine to the original: before the swap, after it, and after each step of the repair."
     table = Table("summary", caption, ["model", "loss", "perplexity", "cosine", "mean error", "steps", "time"])
     for part, loss, cosine in results.losses():
         found, stage = results.diagnoses.get(part), results.stages.get(part)
@@ -63,8 +63,8 @@ def summary(results: Results) -> Table:
     return table
 
 
-def heads(results: Results, count: int = _SHOWN) -> Table:
-    """The `count` heads with the most damage, now."""
+def heads(results: Results, count: int = _MAX_HEADS) -> Table:
+    """The `count` heads that are damaged most after the last step."""
     first, last = results.naive, results.last
     assert first is not None
     assert last is not None
@@ -86,7 +86,7 @@ def heads(results: Results, count: int = _SHOWN) -> Table:
 
 
 def trail(results: Results) -> Table:
-    """What the keep search chose, one layer after the other, beside the second best."""
+    """The layers that the keep search chose, in order, with the second best choice."""
     headings = ["kept", "layer", "loss", "loss before", "second best", "its loss"]
     table = Table("trail", "Layers that stay softmax, in the order of the search.", headings)
     kept = results.kept
@@ -102,7 +102,7 @@ def trail(results: Results) -> Table:
 
 
 def conversion_charts(results: Results, *, in_page: bool = True) -> list[Chart]:
-    """Heat maps of each measure, after the swap and now, in the same colours; and the curves of the repair."""
+    """Heat maps of each measure after the swap and now, on the same scale, and the curves of the repair."""
     naive, last = results.naive, results.last
     if naive is None or last is None:
         return []
@@ -119,13 +119,13 @@ def conversion_charts(results: Results, *, in_page: bool = True) -> list[Chart]:
     lines = [row for name, stage in results.stages.items() for row in _curve(results.method, name, stage.losses)]
     if lines:
         kinds = tuple(dict.fromkeys(row["kind"] for row in lines))
-        found.append(Chart("repair", curves(lines, looks([results.method])[1:], kinds, in_page), kinds))
+        found.append(Chart("repair", curves(lines, method_styles([results.method])[1:], kinds, in_page), kinds))
     return found
 
 
 def write_conversion_page(results: Results, path: Path) -> None:
-    """Write `results` to `path` as one HTML file that works offline: wholly, or not at all."""
-    drawn = looks([results.method])[1:]
+    """Write `results` to `path` atomically, as one HTML file that works offline."""
+    drawn = method_styles([results.method])[1:]
     found = conversion_charts(results)
     content = {
         "results": results,
@@ -142,7 +142,7 @@ def write_conversion_page(results: Results, path: Path) -> None:
         "facts": _facts(results),
         "library": library(),
     }
-    write(path, template("conversion.html.jinja").render(content).encode())
+    write_report(path, template("conversion.html.jinja").render(content).encode())
 
 
 def _facts(results: Results) -> list[tuple[str, str]]:
@@ -154,22 +154,22 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         **results.options,
         "kept softmax": ", ".join(map(str, results.kept.layers)) if results.kept is not None else None,
         "text": ", ".join(text.get("files", ())),
-        "tokens that judge": f"{text.get('judged_by', 0):,}",
-        "tokens learnt from": f"{text.get('learnt_from', 0):,}",
+        "evaluation tokens": f"{text.get('judged_by', 0):,}",
+        "training tokens": f"{text.get('learnt_from', 0):,}",
     }
     settings = {name: value for name, value in results.settings.items() if name not in ("model", "text")}
     stages = {f"{name} learning rate": f"{stage.lr:g}" for name, stage in results.stages.items()}
     stages |= {f"{name} ended": stage.ended for name, stage in results.stages.items()}
     facts = {**about, **settings, **stages, **results.machine, "command": results.command}
-    return [(name.replace("_", " "), _said(value)) for name, value in facts.items() if value not in (None, "", [])]
+    return [(name.replace("_", " "), _text(value)) for name, value in facts.items() if value not in (None, "", [])]
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _has_learnt_text(results: Results) -> bool:
-    """A language loss below the original's says nothing of fidelity."""
+    """Whether the loss is below the original's, which says nothing about fidelity to it."""
     after = results.diagnoses.get("lora")
     if results.settings.get("loss") != "language" or after is None or after.loss_after is None or after.loss_before is None:
         return False
@@ -198,10 +198,10 @@ def _squares(diagnosis: Diagnosis, naive: Diagnosis, field: str) -> figures.Rows
 
 
 def _site_names(diagnosis: Diagnosis) -> dict[str, str]:
-    """A site's number; its whole name where several have that number."""
+    """The layer number of each site, or its full name if several sites share a number."""
     layers = {head.site: head.layer for head in diagnosis.heads}
-    is_told = len(set(layers.values())) == len(layers)
-    return {site: str(layer) if is_told else site for site, layer in layers.items()}
+    is_unique = len(set(layers.values())) == len(layers)
+    return {site: str(layer) if is_unique else site for site, layer in layers.items()}
 
 
 def _curve(method: str, stage: str, points: Sequence[tuple[int, float]]) -> figures.Rows:

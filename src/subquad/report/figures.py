@@ -1,4 +1,4 @@
-"""What a comparison measured, as plain rows for charts, and as words."""
+"""Measurements as rows for charts, and as text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from subquad.bench.results import BASELINE, PASSES, Pass, Results
 
 Rows = list[dict[str, Any]]
 PASS_NAMES: dict[Pass, str] = {"forward": "forward", "training": "training", "decode": "decode, one token"}
-LEAST_ERROR = 1e-8  # what a logarithmic axis shows for exact results
+LEAST_ERROR = 1e-8  # shown on a logarithmic axis for exact results
 
 
 def digits(value: float) -> str:
-    """Three digits, or the whole number where it has more."""
+    """Three significant digits; all digits of a whole number above 1000."""
     return f"{float(f'{value:.3g}'):,g}" if value < 1000 else f"{value:,.0f}"
 
 
@@ -30,7 +30,7 @@ def size(count: float) -> str:
 
 
 def against(ratio: analysis.Ratio | None) -> str:
-    """A ratio with its interval."""
+    """A ratio with its confidence interval."""
     if ratio is None:
         return ""
     if ratio.low is None or ratio.high is None:
@@ -39,7 +39,7 @@ def against(ratio: analysis.Ratio | None) -> str:
 
 
 def shown_methods(results: Results) -> list[str]:
-    """The baseline, what was compared, and whatever else has a cell."""
+    """The baseline, the compared methods, and any other method with a cell."""
     cells = [*(t.method for t in results.timings), *(f.method for f in results.facts)]
     return list(dict.fromkeys([BASELINE, *results.methods, *cells]))
 
@@ -95,7 +95,7 @@ def memory_rows(results: Results) -> Rows:
 
 
 def _joined(rows: Rows, keys: tuple[str, ...]) -> Rows:
-    """Sorted; `joins` marks the predicted points and the measured one before them, between which a dashed line runs."""
+    """Sorted; `joins` marks the points of a dashed line: the predicted ones and the measured one before them."""
     rows = sorted(rows, key=lambda row: (*(row[key] for key in keys), row["length"]))
     for i, row in enumerate(rows):
         after = rows[i + 1] if i + 1 < len(rows) else None
@@ -109,7 +109,7 @@ def error_kinds(results: Results) -> list[str]:
 
 
 def fidelity_rows(results: Results) -> Rows:
-    """Error against speed, at the longest length where a method has both; the label names it where it is not the usual one."""
+    """Error against speed at the longest length at which a method has both; the label has the length if others have longer."""
     rows: Rows = []
     for kind in error_kinds(results):
         for method in shown_methods(results):

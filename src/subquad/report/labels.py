@@ -1,4 +1,4 @@
-"""Where the labels of points go, where no browser is there to measure them: beside their point, clear of all others."""
+"""Positions of point labels in charts that no browser lays out: beside their point, without overlap."""
 
 from __future__ import annotations
 
@@ -10,36 +10,44 @@ _LETTER, _LINE, _RADIUS = 6.8, 12.0, 6.0  # pixels, of text at 12
 
 
 @dataclass(frozen=True)
-class Place:
-    """From the point to the label's anchor; `align` is the side that is anchored, empty where there is no room."""
+class LabelPosition:
+    """The offset from a point to its label; `align` is the side of the label that is anchored, empty if there is no room."""
 
     align: str
     dx: float = 0.0
     dy: float = 0.0
 
 
-_PLACES = [Place("left", 9, 0), Place("center", 0, -13), Place("center", 0, 13), Place("right", -9, 0)]
-_PLACES += [Place("left", 7, -10), Place("left", 7, 10), Place("right", -7, -10), Place("right", -7, 10)]
+_POSITIONS = [
+    LabelPosition("left", 9, 0),
+    LabelPosition("center", 0, -13),
+    LabelPosition("center", 0, 13),
+    LabelPosition("right", -9, 0),
+    LabelPosition("left", 7, -10),
+    LabelPosition("left", 7, 10),
+    LabelPosition("right", -7, -10),
+    LabelPosition("right", -7, 10),
+]
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-def placed(points: Sequence[tuple[float, float, str]], width: float, height: float) -> list[Place]:
-    """A place for the label of each (x, y, label) in pixels, first come, first served."""
+def label_positions(points: Sequence[tuple[float, float, str]], width: float, height: float) -> list[LabelPosition]:
+    """A position for the label of each (x, y, label) in pixels, first come, first served."""
     taken: list[Box] = [(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for x, y, _ in points]
-    places = []
+    positions = []
     for x, y, label in points:
-        boxes = ((place, _box(x + place.dx, y + place.dy, place.align, label)) for place in _PLACES)
+        boxes = ((p, _box(x + p.dx, y + p.dy, p.align, label)) for p in _POSITIONS)
         free = ((p, b) for p, b in boxes if _inside(b, width, height) and not any(_overlap(b, other) for other in taken))
-        place, box = next(free, (Place(""), None))
+        position, box = next(free, (LabelPosition(""), None))
         if box is not None:
             taken.append(box)
-        places.append(place)
-    return places
+        positions.append(position)
+    return positions
 
 
 def on_log_axis(values: Sequence[float], pixels: float, padding: float, *more: float) -> list[float]:
-    """Where `values` stand on an axis that spans them and `more`, with padding at both ends."""
+    """The positions of `values` on a logarithmic axis that spans them and `more`, with padding at both ends."""
     logs = [math.log(v) for v in [*values, *more]]
     low, span = min(logs), (max(logs) - min(logs)) or 1.0
     return [padding + (pixels - 2 * padding) * (math.log(v) - low) / span for v in values]

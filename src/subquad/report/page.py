@@ -9,19 +9,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from subquad import SubquadError
 from subquad.bench import analysis
 from subquad.bench.results import BASELINE, Results
-from subquad.errors import load_extra
+from subquad.errors import SubquadError, load_extra
 from subquad.registry import resolve
 from subquad.report import figures, tables
 from subquad.report.attention_map import attention_map
-from subquad.report.charts import charts, write
-from subquad.report.looks import Look, looks, record, theme
+from subquad.report.charts import charts, write_report
 from subquad.report.pictures import small_pictures
+from subquad.report.styles import MethodStyle, method_styles, record, theme
 
-_CELLS = 128  # pixels a side of a picture, before it is enlarged
-_LENGTH = 1024  # tokens that options are chosen for, where they follow from the length
+_CELLS = 128  # pixels on each side of a picture, before it is enlarged
+_LENGTH = 1024  # tokens, for options that depend on the length
 
 
 @dataclass(frozen=True)
@@ -33,20 +32,20 @@ class _Picture:
 
 
 def write_page(results: Results, path: Path) -> None:
-    """Write `results` to `path` as one HTML file that works offline: wholly, or not at all."""
+    """Write `results` to `path` atomically, as one HTML file that works offline."""
     page = template("page.html.jinja")
-    write(path, page.render(_contents(results)).encode())
+    write_report(path, page.render(_contents(results)).encode())
 
 
 def template(name: str) -> Any:
-    """One of the pages beside this file."""
+    """A template in this folder."""
     jinja2, _, _ = load_extra("report", "a page", "jinja2", "altair", "vl_convert")
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
 
 def _contents(results: Results) -> dict[str, Any]:
-    drawn = looks(figures.shown_methods(results))
+    drawn = method_styles(figures.shown_methods(results))
     found = charts(results)
     return {
         "headline": analysis.headline(results),
@@ -68,20 +67,20 @@ def _contents(results: Results) -> dict[str, Any]:
     }
 
 
-def legend(drawn: list[Look]) -> list[tuple[str, list[Look]]]:
+def legend(drawn: list[MethodStyle]) -> list[tuple[str, list[MethodStyle]]]:
     """The methods by family."""
-    groups = groupby(drawn, key=lambda look: look.family)
+    groups = groupby(drawn, key=lambda style: style.family)
     return [(family.replace("_", "-") or "other", list(group)) for family, group in groups]
 
 
 def _pictures(results: Results) -> Iterable[_Picture]:
-    """Of every method that this release knows, in the direction compared; of heads that differ, the first ones."""
+    """A picture of every registered method, causal or not as it was compared; if heads differ, of the first one."""
     for method in results.methods:
         if method == BASELINE or record(method) is None:
             continue
         try:
             shown = attention_map(resolve(method).for_length(_LENGTH), is_causal=results.setting.is_causal)
-        except SubquadError:  # options that have changed since; a page without this picture is still a page
+        except SubquadError:  # its options may have changed since; leave the picture out
             continue
         panels, caption = small_pictures(shown, _CELLS)
         kept = panels[:1] if shown.exact is None else [panels[0], panels[-1]]
@@ -92,6 +91,6 @@ def _pictures(results: Results) -> Iterable[_Picture]:
 
 
 def library() -> str:
-    """Vega, Vega-Lite and vega-embed as one script, fit to stand in a page."""
+    """Vega, Vega-Lite and vega-embed as one script, escaped for HTML."""
     (convert,) = load_extra("report", "a page", "vl_convert")
     return str(convert.javascript_bundle()).replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -1,6 +1,6 @@
 """An attention map as text for the terminal, and as a PNG or SVG file.
 
-A map larger than the picture is reduced: a cell shows whether any of its pairs attends, or the mean of their weights.
+A map larger than the picture is reduced: a cell shows whether any of its pairs attends, or their mean weight.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from subquad import InputError
-from subquad.errors import load_extra
+from subquad.errors import InputError, load_extra
 from subquad.report.attention_map import AttentionMap
 from subquad.runs.files import write_atomically
 
 _ENDINGS = (".png", ".svg")
 _TERMINAL_CELLS, _FILE_CELLS = 64, 128
-_FILE_SIDE = 360  # pixels, about
+_FILE_SIDE = 360  # pixels, approximately
 _WHITE, _BLUE, _RED = (255, 255, 255), (8, 81, 156), (165, 15, 21)
 
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """The matrices of a map, reduced to at most `most` cells a side."""
+    """The matrices of a map, reduced to at most `most` x `most` cells."""
 
     step: int  # a cell is step x step pairs
     panels: list[tuple[str, Tensor]]
-    limit: float  # the weight at which the scale ends
+    limit: float  # the weight at the end of the colour scale
     is_signed: bool
 
     @staticmethod
@@ -48,14 +47,16 @@ class _Cells:
         step = next((s for s in range(least, 2 * least) if shown.length % s == 0), least)
         pool = F.max_pool2d if shown.exact is None else F.avg_pool2d
         panels = [(label, pool(weights[None], step, ceil_mode=True)[0]) for label, weights in shown.panels]
-        # A few large weights, such as a causal map's first rows, would leave the rest pale.
+        # With the largest weight, such as one in the first rows of a causal map, the rest would be pale.
         limit = max(cells.abs().flatten().quantile(0.99).item() for _, cells in panels) or 1.0
         return _Cells(step, panels, limit, any(cells.min() < -1e-6 * limit for _, cells in panels))
 
     def caption(self, shown: AttentionMap) -> list[str]:
         lines = shown.caption
         if shown.exact is not None:
-            lines.append(f"The scale ends at a weight of {self.limit:.2g}{'; red is below zero' if self.is_signed else ''}.")
+            lines.append(
+                f"The colour scale ends at a weight of {self.limit:.2g}{'; red is below zero' if self.is_signed else ''}."
+            )
         if self.step > 1:
             shows = "filled if any of them attends" if shown.exact is None else "their mean weight"
             lines.append(f"A cell is {self.step} x {self.step} pairs, {shows}.")
@@ -63,7 +64,7 @@ class _Cells:
 
 
 def render(shown: AttentionMap, console: Console) -> RenderableType:
-    """The map for a terminal, two rows a character: queries run downwards, keys to the right."""
+    """The map for a terminal, two rows per character: queries run downwards, keys to the right."""
     columns = min(2, len(shown.panels))
     cells = _Cells.of(shown, max(1, min(_TERMINAL_CELLS, console.width // columns - 3)))
     grid = Table.grid(padding=(0, 1, 0, 0))
@@ -107,13 +108,13 @@ def _css(colour: tuple[int, ...]) -> str:
 
 
 def small_pictures(shown: AttentionMap, most: int) -> tuple[list[tuple[str, bytes]], list[str]]:
-    """Every matrix of the map with its label, as a PNG of a pixel a cell, at most `most` a side; and the caption."""
+    """Each matrix with its label as a PNG, one pixel per cell and at most `most` x `most`; and the caption."""
     cells = _Cells.of(shown, most)
     return [(label, _png((matrix / cells.limit).tolist())) for label, matrix in cells.panels], cells.caption(shown)
 
 
 def _png(rows: list[list[float]]) -> bytes:
-    """Rows of weights from -1 to 1 as a picture: 8 bits, RGB, no filter."""
+    """Rows of weights from -1 to 1 as a PNG: 8 bits, RGB, no filter."""
     lines = b"".join(b"\0" + bytes(channel for x in row for channel in _colour(x)) for row in rows)
     header = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 2, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
@@ -122,16 +123,16 @@ def _png(rows: list[list[float]]) -> bytes:
 
 
 def save(shown: AttentionMap, path: str | os.PathLike[str]) -> None:
-    """Write the map as PNG or SVG, by the ending of `path`: wholly, or not at all."""
+    """Write the map atomically as PNG or SVG, by the ending of `path`."""
     path = Path(path)
     if path.suffix.lower() not in _ENDINGS:
-        raise InputError(f"a picture's file ends in {' or '.join(_ENDINGS)}; got {str(path)!r}. Give it one of these endings.")
+        raise InputError(f"the file of a picture must end in {' or '.join(_ENDINGS)}; got {str(path)!r}. Rename it.")
     picture = _rendered(_chart(shown), path.suffix.lower()[1:])
     try:
         write_atomically(path, picture)
     except OSError as error:
         raise InputError(
-            f"a picture goes to a file in a directory that can be written; got {str(path)!r}: {error.strerror}. Choose another."
+            f"a picture must be written to a writable directory; got {str(path)!r}: {error.strerror}. Choose another."
         ) from error
 
 
@@ -150,10 +151,12 @@ def _chart(shown: AttentionMap) -> Any:
     cells = _Cells.of(shown, _FILE_CELLS)
     colour = alt.value(_css(_BLUE)) if shown.exact is None else _colours(alt, cells)
     across, down = (alt.Scale(domain=ends, nice=False) for ends in ([0, shown.length], [shown.length, 0]))
-    pixels = max(1, round(_FILE_SIDE / len(cells.panels[0][1]))) / cells.step  # a token; whole ones a cell leave no seams
+    pixels = (
+        max(1, round(_FILE_SIDE / len(cells.panels[0][1]))) / cells.step
+    )  # per token; a whole number per cell leaves no seams
     charts = [
         alt.Chart(alt.InlineData(_table(matrix, cells.step, shown.length), format=alt.CsvDataFormat(type="csv")), title=label)
-        .mark_rect(aria=False)  # no label a cell
+        .mark_rect(aria=False)  # no label for every cell
         .encode(
             x=alt.X("j:Q", title="key j", scale=across, axis=alt.Axis(grid=False)),
             x2="j2:Q",
@@ -176,7 +179,7 @@ def _colours(alt: Any, cells: _Cells) -> Any:
 
 
 def _table(matrix: Tensor, step: int, length: int) -> str:
-    """CSV, since altair checks records one by one: a row a cell, with its edges in tokens; white cells are left out."""
+    """CSV, because altair checks records one by one: a row per cell, with its edges in tokens; white cells are left out."""
     edges = [*range(0, length, step), length]
     rows = [f"{edges[i]},{edges[i + 1]},{edges[j]},{edges[j + 1]},{matrix[i, j].item()}" for i, j in matrix.nonzero().tolist()]
     return "\n".join(["i,i2,j,j2,weight", *rows])

@@ -1,4 +1,4 @@
-"""The tables of a page: headings and rows of cells, each with what it sorts by."""
+"""The tables of a page: headings, and rows of cells that can be sorted."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from subquad.bench import analysis
 from subquad.bench.results import BASELINE, Pass, Results
 from subquad.registry import resolve
 from subquad.report import figures
-from subquad.report.looks import record
+from subquad.report.styles import record
 
-# Headings as in the README, and the need (see subquad.mechanisms.NEEDS) behind each.
+# Headings as in the README, and the need (see subquad.families.base.NEEDS) that each shows.
 _NEEDS = {"causal": "is_causal", "cross": "cross", "padding": "key_padding_mask", "GQA": "enable_gqa"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell says, what it sorts by (None: last), and what is special about it."""
+    """The text of a cell, its sort key (None sorts last), and its kind, which is its CSS class."""
 
     text: str
     key: float | str | None = None
@@ -32,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A caption for those who cannot see it, headings, and rows; the first cell of a row names it."""
+    """A caption for screen readers, headings, and rows; the first cell of a row is its heading."""
 
     name: str
     caption: str
@@ -52,7 +52,7 @@ def crossovers(results: Results) -> Table:
     gains = {kind: _longest(results, kind) for kind in figures.measured_passes(results)}
     usual = {kind: Counter(n for n, _ in found.values()).most_common(1)[0][0] for kind, found in gains.items() if found}
     headings += [f"{kind} gain at {usual[kind]:,}" if kind in usual else f"{kind} gain" for kind in gains]
-    table = Table("crossovers", "From which length a method beats SDPA, and by how much.", headings)
+    table = Table("crossovers", "From which length on a method is faster than SDPA, and by how much.", headings)
     measured = [*(any(t.rounds for t in results.of(kind)) for kind in ("forward", "training")), True]
     for method in figures.shown_methods(results):
         facts = record(method)
@@ -71,7 +71,7 @@ def crossovers(results: Results) -> Table:
 
 
 def growth(results: Results) -> Table:
-    headings = ["method", "time grows as", "time on paper", "memory grows as", "memory on paper", "paper"]
+    headings = ["method", "measured time", "time in theory", "measured memory", "memory in theory", "paper"]
     table = Table("growth", "How time and memory grow with the length.", headings)
     for method in figures.shown_methods(results):
         paper = record("softmax" if method == BASELINE else method)
@@ -90,7 +90,7 @@ def growth(results: Results) -> Table:
 
 def capabilities(results: Results) -> Table:
     headings = ["method", "idea", *_NEEDS, "decode state", "as a function"]
-    table = Table("capabilities", "What each method can do with its default options.", headings)
+    table = Table("capabilities", "What each method supports with its default options.", headings)
     for method in [*results.methods, *(m for m in results.refusals if m not in results.methods)]:
         facts = record(method)
         if facts is None:
@@ -105,7 +105,7 @@ def capabilities(results: Results) -> Table:
 
 
 def not_run(results: Results) -> Table:
-    """What was refused, failed or predicted instead of measured; cells with one reason, but for its numbers, are one row."""
+    """Cells that were refused, failed or predicted; those whose reasons differ only in numbers share a row."""
     table = Table("not-run", "What was not measured, and why.", ["status", "quantity", "lengths", "methods", "why"])
     cells: list[tuple[str, int, str, str, str]] = [
         (t.method, t.length, f"{t.kind} time", t.status, t.why) for t in results.timings
@@ -132,14 +132,14 @@ def not_run(results: Results) -> Table:
 
 
 def _merged(whys: Sequence[str]) -> str:
-    """Sentences that differ in numbers only as one, with the least and the largest."""
+    """One sentence for several that differ only in numbers, with the range of each number."""
     numbers = [[float(n) for n in found] for found in zip(*(_NUMBER.findall(why) for why in whys), strict=True)]
     texts = iter(f"{min(n):,g}" if min(n) == max(n) else f"{min(n):,g} to {max(n):,g}" for n in numbers)
     return _NUMBER.sub(lambda match: next(texts), whys[0]) if len(set(whys)) > 1 else whys[0]
 
 
 def all_figures(results: Results) -> list[tuple[str, Table]]:
-    """Every cell as a number, a table a quantity: what the charts draw, for reading."""
+    """The numbers behind the charts, one table per quantity."""
     found = []
     for kind in figures.measured_passes(results):
         cells = {}
@@ -172,7 +172,7 @@ def _matrix(results: Results, name: str, caption: str, cells: dict[tuple[str, in
 
 
 def machine(results: Results) -> list[tuple[str, str]]:
-    """What the figures belong to."""
+    """The machine and the settings of the comparison."""
     setting = results.setting
     facts = {
         **{name: str(value) for name, value in results.machine.items() if value is not None},
@@ -181,23 +181,23 @@ def machine(results: Results) -> list[tuple[str, str]]:
         "dtype": setting.dtype,
         "direction": "causal" if setting.is_causal else "bidirectional",
         "lengths": ", ".join(f"{n:,}" for n in results.lengths),
-        "errors on": f"random inputs{f', {results.inputs}' if results.inputs else ''}",
+        "errors measured on": f"random inputs{f', {results.inputs}' if results.inputs else ''}",
         "command": results.command,
-        "spent": f"{results.seconds:,.0f} s",
+        "time spent": f"{results.seconds:,.0f} s",
     }
     return list(facts.items())
 
 
 def predictions(results: Results) -> str:
-    """One sentence on what was not run, empty where all was."""
+    """One sentence about predicted cells; empty if there are none."""
     cells: Iterable[str] = [*(t.status for t in results.timings), *(f.status for f in results.facts)]
     count = sum(status == "predicted" for status in cells)
     if not count:
         return ""
     were = "was" if count == 1 else "were"
     return (
-        f"{_count(count, 'cell')} {were} not run, for want of time or memory, and {were} predicted from shorter lengths: "
-        "hollow points and dashed lines in the charts. They have no interval."
+        f"{_count(count, 'cell')} {were} not run, because time or memory did not suffice, and {were} predicted from shorter "
+        "lengths: hollow points and dashed lines in the charts. Predictions have no confidence interval."
     )
 
 
@@ -221,13 +221,13 @@ def _able(method: str, need: str) -> Cell:
 
 def _start(start: analysis.Crossing | None) -> Cell:
     if start is None:
-        return Cell("never here", None, "none")
+        return Cell("not here", None, "none")
     text = f"≤ {start.length:,.0f}" if start.at_most else analysis.rounded(start.length)
-    return Cell(text if start.is_certain else f"{text}, not certain", float(start.length))
+    return Cell(text if start.is_certain else f"{text}, uncertain", float(start.length))
 
 
 def _longest(results: Results, kind: Pass) -> dict[str, tuple[int, analysis.Ratio]]:
-    """By method, the ratio at the longest length where it was measured; of those never measured, predicted."""
+    """By method, the ratio at the longest measured length; predicted for methods that were never measured."""
     found = {}
     for method in figures.shown_methods(results):
         ratios = [(n, analysis.ratio(results, method, n, kind)) for n in results.lengths if method != BASELINE]

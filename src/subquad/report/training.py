@@ -1,4 +1,4 @@
-"""The page and the table of a training run: every method's score beside its cost, and the curves."""
+"""The page and the table of a training run: the score and cost of each method, and its curves."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from subquad.report import figures
-from subquad.report.charts import Chart, curves, write
-from subquad.report.looks import looks, theme
+from subquad.report.charts import Chart, curves, write_report
 from subquad.report.page import legend, library, template
+from subquad.report.styles import method_styles, theme
 from subquad.report.tables import Cell, Table
 from subquad.training.results import Record, Results
 
 _NONE = Cell("-", None, "none")
-_MARKS = 20  # on a line, at most
+_MAX_MARKERS = 20  # on a line
 
 
 def summary(results: Results) -> Table:
-    """One row a method, the best first."""
+    """One row per method, the best first."""
     metric = results.metric
     headings = ["method", metric, "loss", "step time", "peak memory", "parameters", "steps", "time"]
-    table = Table("summary", "The score of each method on the test rows, and what it cost.", headings)
+    table = Table("summary", "The score of each method on the test rows, and its cost.", headings)
     for record in results.ranked():
         score, loss = (record.test.get(name) for name in (metric, "loss"))
         table.rows.append(
@@ -65,14 +65,14 @@ def training_charts(results: Results, *, in_page: bool = True) -> list[Chart]:
         rows += _curve(record, "training loss", record.losses)
         for name in dict.fromkeys(name for found in record.evals for name in found if name != "step"):
             rows += _curve(record, f"validation {name}", [(int(found["step"]), found[name]) for found in record.evals])
-    drawn = looks(_drawn_methods(results))[1:]
+    drawn = method_styles(_drawn_methods(results))[1:]
     kinds = tuple(dict.fromkeys(row["kind"] for row in rows))
     return [Chart("curves", curves(rows, drawn, kinds, in_page), kinds)] if rows else []
 
 
 def _curve(record: Record, kind: str, points: Sequence[tuple[int, float]]) -> figures.Rows:
-    """Points of a line; so many of them have a mark that lines are told apart, and still seen."""
-    every = math.ceil(len(points) / _MARKS)
+    """The points of a line; only some have a marker, so that the line stays visible."""
+    every = math.ceil(len(points) / _MAX_MARKERS)
     return [
         {
             "method": record.method,
@@ -91,8 +91,8 @@ def _drawn_methods(results: Results) -> list[str]:
 
 
 def write_training_page(results: Results, path: Path) -> None:
-    """Write `results` to `path` as one HTML file that works offline: wholly, or not at all."""
-    drawn = looks(_drawn_methods(results))[1:]
+    """Write `results` to `path` atomically, as one HTML file that works offline."""
+    drawn = method_styles(_drawn_methods(results))[1:]
     found = training_charts(results)
     threads = ", ".join(map(str, dict.fromkeys(record.threads for record in results.records if record.steps)))
     known = {**results.settings, "task": results.task["name"], "threads": threads, **results.machine}
@@ -108,4 +108,4 @@ def write_training_page(results: Results, path: Path) -> None:
         "facts": [*((name, str(value)) for name, value in facts.items()), ("command", results.command)],
         "library": library(),
     }
-    write(path, template("training.html.jinja").render(content).encode())
+    write_report(path, template("training.html.jinja").render(content).encode())

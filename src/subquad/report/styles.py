@@ -1,4 +1,4 @@
-"""One look a method, the same in every chart: a hue for its family, a shade and a shape within it."""
+"""The colour and marker of each method, the same in every chart: a hue for its family, a shade and a shape within it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from subquad import Info, UnknownMethodError
 from subquad.bench.results import BASELINE
+from subquad.errors import UnknownMethodError
+from subquad.families.base import Info
 from subquad.registry import info, methods
 
 Mode = Literal["light", "dark"]
 
-# Hues that differ for colour-blind eyes too; all have a contrast of 3:1 to the page behind them.
+# Hues that colour-blind people can tell apart, too; all have a contrast of at least 3:1 to the page.
 _SHADES: dict[str, dict[Mode, tuple[str, str, str]]] = {
     "kernelized": {"light": ("#0072b2", "#0a3d6b", "#3e8fc4"), "dark": ("#56b4e9", "#a9dbf7", "#2e8bc9")},
     "sparse": {"light": ("#c24e00", "#7a2e00", "#d2701a"), "dark": ("#f0954a", "#fbcb9c", "#d66f1e")},
@@ -26,12 +27,12 @@ _INKS: dict[Mode, tuple[str, str, str]] = {  # page, text, grid
     "light": ("#ffffff", "#1f2328", "#d8dee4"),
     "dark": ("#0d1117", "#e6edf3", "#30363d"),
 }
-_HEAT: dict[Mode, list[str]] = {  # from nothing, near the page's own colour, to the most
+_HEAT: dict[Mode, list[str]] = {  # from 0, close to the colour of the page, to the highest value
     "light": ["#eef2f6", "#f3b885", "#c24e00", "#4f1c00"],
     "dark": ["#1c2330", "#7a3a10", "#f0954a", "#fff0dd"],
 }
 _FONT = "system-ui, sans-serif"
-# Vega's names, and the same as a path around the origin.
+# Vega's names of the markers, and each marker as an SVG path around the origin.
 SHAPES = {
     "circle": "M4,0A4,4,0,1,1,-4,0A4,4,0,1,1,4,0Z",
     "square": "M-3.6,-3.6H3.6V3.6H-3.6Z",
@@ -45,7 +46,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class Look:
+class MethodStyle:
     """How one method is drawn."""
 
     method: str
@@ -68,7 +69,7 @@ class Look:
 
 
 def record(method: str) -> Info | None:
-    """The facts of a method; None for the baseline, and for a name that this release does not know."""
+    """The record of a method; None for the baseline, and for a method that is not registered."""
     try:
         return info(method)
     except UnknownMethodError:
@@ -80,8 +81,8 @@ def family_of(method: str) -> str:
     return "" if facts is None else facts.family
 
 
-def looks(names: Sequence[str]) -> list[Look]:
-    """The baseline, then `names` by family. What is not compared keeps its place, so that a method never changes its look."""
+def method_styles(names: Sequence[str]) -> list[MethodStyle]:
+    """The baseline, then `names` by family. A method has the same style whatever else is compared."""
     known = [*methods(), *(name for name in names if record(name) is None and name != BASELINE)]
     places: dict[str, int] = {}
     found = {}
@@ -89,24 +90,24 @@ def looks(names: Sequence[str]) -> list[Look]:
         family = family_of(name)
         place = places[family] = places.get(family, -1) + 1
         shades, shape = _SHADES.get(family, _SHADES[""]), list(SHAPES)[place % len(SHAPES)]
-        found[name] = Look(name, family, shades["light"][place % 3], shades["dark"][place % 3], shape)
+        found[name] = MethodStyle(name, family, shades["light"][place % 3], shades["dark"][place % 3], shape)
     order = {family: i for i, family in enumerate([*_SHADES, "exact"])}
     drawn = sorted(
         (found[name] for name in dict.fromkeys(names) if name in found), key=lambda x: order.get(x.family, len(order))
     )
-    return [Look(BASELINE, "", _BASELINE["light"], _BASELINE["dark"], "circle"), *drawn]
+    return [MethodStyle(BASELINE, "", _BASELINE["light"], _BASELINE["dark"], "circle"), *drawn]
 
 
-def theme(drawn: Sequence[Look], mode: Mode) -> dict[str, Any]:
-    """The configuration that gives charts the colours of a light or dark page."""
+def theme(drawn: Sequence[MethodStyle], mode: Mode) -> dict[str, Any]:
+    """The Vega configuration for charts on a light or dark page."""
     page, ink, grid = _INKS[mode]
     fonts = {"labelFont": _FONT, "titleFont": _FONT, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"}
     text = {**fonts, "labelColor": ink, "titleColor": ink}
     return {
         "background": "transparent",
         "range": {
-            "category": [getattr(look, mode) for look in drawn],
-            "symbol": [look.shape for look in drawn],
+            "category": [getattr(style, mode) for style in drawn],
+            "symbol": [style.shape for style in drawn],
             "heatmap": _HEAT[mode],
         },
         "axis": {**text, "gridColor": grid, "domainColor": ink, "tickColor": ink},
