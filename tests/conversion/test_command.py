@@ -265,7 +265,7 @@ def test_the_command_prints_the_table_and_writes_the_page(llama, text, tmp_path,
     assert "The swap takes its perplexity from" in done.stdout
     for row in ("original", "naive swap", "after transfer", "layer 2, head 1", f"Written: {out / 'model'}"):
         assert row in done.stdout
-    assert "LlamaForCausalLM with hybrid in 3 of its 3 attentions" in (out / "report.html").read_text()
+    assert "LlamaForCausalLM with hybrid in 3 of its 3 attention modules" in (out / "report.html").read_text()
     again = invoke(*line)
     assert again.stdout == done.stdout
     assert invoke(*line, "--json").exit_code == 0
@@ -282,7 +282,7 @@ def test_json_is_the_file(llama, text, tmp_path):
 def test_without_text_it_is_only_converted(bert, tmp_path):
     done = invoke(bert, "--method", "linear", "--layers", "every 2", "--keep-softmax", "2", "--out", tmp_path)
     assert done.exit_code == 0
-    assert "BertModel with linear in 1 of its 3 attentions. Nothing was measured" in done.stdout
+    assert "BertModel with linear in 1 of its 3 attention modules. Nothing was measured" in done.stdout
     model = AutoModel.from_pretrained(tmp_path / "model")
     assert model.encoder.layer[0].attention.self.subquad.config == sq.Linear()
     assert load(tmp_path / "results.json").diagnoses == {}
@@ -466,7 +466,7 @@ def test_a_gguf_file(tmp_path):
     writer.close()
     done = invoke(tmp_path, "--gguf", "tiny.gguf", "--method", "linear", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.exception
-    assert "LlamaForCausalLM with linear in 2 of its 2 attentions" in done.stdout
+    assert "LlamaForCausalLM with linear in 2 of its 2 attention modules" in done.stdout
     assert "no tokenizer" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}

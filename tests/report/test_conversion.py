@@ -73,7 +73,7 @@ def test_the_table_goes_from_the_original_to_the_last_part():
 
 
 def test_the_headline_says_what_was_lost_and_what_came_back():
-    what = "LlamaForCausalLM with hybrid in 2 of its 3 attentions."
+    what = "LlamaForCausalLM with hybrid in 2 of its 3 attention modules."
     change = "The swap takes its perplexity from 7.39 to 54.6"
     kept = "The swap takes its perplexity from 7.39 to 33.1"
     assert headline(made_up()) == f"{what} {kept}; after low-rank finetuning the perplexity is 9.49."

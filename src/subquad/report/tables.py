@@ -221,7 +221,7 @@ def _able(method: str, need: str) -> Cell:
 
 def _start(start: analysis.Crossing | None) -> Cell:
     if start is None:
-        return Cell("not here", None, "none")
+        return Cell("not reached", None, "none")
     text = f"≤ {start.length:,.0f}" if start.at_most else analysis.rounded(start.length)
     return Cell(text if start.is_certain else f"{text}, uncertain", float(start.length))
 
