@@ -10,7 +10,7 @@ import subquad as sq
 from subquad.bench.results import BASELINE, Facts, Results, Setting, Timing
 from subquad.report import figures, labels, save_charts
 from subquad.report.charts import charts
-from subquad.report.labels import on_log_axis, label_positions
+from subquad.report.labels import label_positions, on_log_axis
 from subquad.report.styles import method_styles
 from tests.report.made_up import FAILING, LONGEST_RUN, METHODS
 

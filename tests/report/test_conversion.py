@@ -79,7 +79,7 @@ def test_the_headline_says_what_was_lost_and_what_came_back():
     assert headline(made_up()) == f"{what} {kept}; after low-rank finetuning the perplexity is 9.49."
     better = made_up()
     better.diagnoses["lora"] = diagnosis(0.5, 1.5, SITES[:2])
-    assert headline(better).endswith("the perplexity is 4.48, less than the original's: it has learnt the text, too.")
+    assert headline(better).endswith("the perplexity is 4.48, lower than the original's, because it has also learned the text.")
     assert headline(swapped()) == f"{what} {change}."
     assert headline(replace(made_up(), diagnoses={})) == f"{what} Nothing was measured: there was no text."
     encoder = replace(made_up(), diagnoses={"naive swap": diagnosis(1.0, None), "lora": diagnosis(0.5, None)})
