@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import torch
 
-from subquad.ops import dispatch
+from subquad.ops import dispatch, native_library
 from tests.harness import Case, inputs
 
 
@@ -18,7 +18,8 @@ def has_kernels(mechanism):
     """Whether a call reaches the choice between a compiled kernel and its PyTorch fallback."""
     case = Case(mechanism)
     try:
-        with patch.object(dispatch, "can_use_compiled", side_effect=_ReachedError):
+        # Inside `can_use_compiled`, which engines may have imported by name.
+        with patch.object(dispatch, "_is_enabled", True), patch.object(native_library, "load", side_effect=_ReachedError):
             for is_causal in case.directions:
                 for grad in (False, True):
                     with torch.set_grad_enabled(grad):

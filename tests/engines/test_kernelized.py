@@ -59,7 +59,7 @@ def test_a_gated_map_with_a_native_form_is_refused_when_it_is_made(given):
 
 def test_a_decay_needs_a_causal_call():
     rule = KernelizedRule(feature_map=FeatureMap.symmetric(phi, 5), log_decay=gate().log())
-    with pytest.raises(sq.InputError, match="needs a causal call; got is_causal=False"):
+    with pytest.raises(sq.InputError, match="needs is_causal=True; got is_causal=False"):
         kernelized.attend(call(is_causal=False), rule)
 
 

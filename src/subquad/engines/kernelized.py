@@ -37,8 +37,8 @@ from subquad.engines.chunk_weights import (
 )
 from subquad.errors import InputError
 from subquad.masks import zero_pads
+from subquad.ops import dispatch
 from subquad.ops import kernelized as compiled
-from subquad.ops.dispatch import can_use_compiled
 from subquad.ops.double_backward import recomputed_gradients
 from subquad.ops.kernelized import Inputs, KernelizedRule, Sums
 from subquad.ops.precision import needs_gradient, upcast
@@ -52,7 +52,7 @@ _MIN_PIECE_ROWS = 2**11  # at least this many rows, that is tokens times heads
 def attend(call: Call, rule: KernelizedRule) -> tuple[Tensor, StateTensors | None]:
     """The output (B, H, N, Dv) and, with `return_state`, the sums over all keys so far."""
     if rule.log_decay is not None and not call.is_causal:
-        raise InputError("a decay acts along the sequence, so it needs a causal call; got is_causal=False.")
+        raise InputError("a decay acts along the sequence, so it needs is_causal=True; got is_causal=False.")
     inputs = Inputs(call.query, call.key, call.value, call.key_padding_mask, call.is_causal)
     sums: Sums = dict(call.past or {})  # type: ignore[arg-type]
     if not _can_use_compiled(inputs, rule, sums, call.return_state):
@@ -70,7 +70,7 @@ def attend(call: Call, rule: KernelizedRule) -> tuple[Tensor, StateTensors | Non
 def _can_use_compiled(inputs: Inputs, rule: KernelizedRule, sums: Sums, return_state: bool) -> bool:
     """Whether the compiled kernel can compute this: it has no gradients of states, nor of weights except by a projection."""
     feature_map, given = rule.feature_map, (*inputs[:3], *rule.feature_map.weights, *sums.values())
-    if feature_map.native is None or not can_use_compiled(*given):
+    if feature_map.native is None or not dispatch.can_use_compiled(*given):
         return False
     if feature_map.projection is None and needs_gradient(*feature_map.weights):
         return False
