@@ -1,8 +1,13 @@
-"""Every mechanism once more, as plain dense code to check the engines against.
+"""Every mechanism as plain, dense code to read, and to test the engines against.
 
-Nothing here imports an engine, and nothing is fast: all pairs are formed, and loops run over tokens where that reads better.
-The code runs in the precision of its inputs; tests call it in float64 for the truth, and in the precision under test for a
-fair comparison.
+Nothing here imports an engine, and nothing is fast: the code forms all pairs, and loops over tokens where that reads better. It
+runs in the precision of its inputs. Tests call it in float64 for the true values, and in the precision under test for a fair
+comparison.
+
+A reference is a function of the mechanism, query (B, H, N, D), key (B, H, M, D) and value (B, H, M, Dv). These have the same
+number of heads, and zeros in pads. By keyword it gets `is_causal`, `allowed` (B, 1, N, M), which is True where causality and
+padding let a query see a key, `real` (B, M), which is False for pads, `global_mask`, `attn_mask`, `scale`, `weights`, the
+buffers and parameters by name, and `hidden` (B, M, width), the tokens. It returns (B, H, N, Dv).
 
 B batch, H heads, N queries, M keys, D channels, Dv value channels, m features.
 """
@@ -81,7 +86,7 @@ def attention(
     hidden: Tensor | None = None,
     global_mask: Tensor | None = None,
 ) -> Tensor:
-    """What `mechanism`, with its buffers and parameters `weights`, computes. Shapes and meanings as in `subquad.attention`."""
+    """The output of `mechanism` with the buffers and parameters `weights`. The arguments are those of `subquad.attention`."""
     queries, keys = query.shape[2], key.shape[2]
     allowed = torch.ones(query.shape[0], 1, queries, keys, dtype=torch.bool, device=query.device)
     if is_causal:

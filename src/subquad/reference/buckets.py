@@ -13,7 +13,7 @@ from subquad.reference.taylor import unit
 
 
 def reformer(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -29,23 +29,23 @@ def reformer(
         u = torch.einsum("bhnd,hrcd->bhrnc", x, rotations)
         return torch.cat([u, -u], dim=-1).argmax(-1)  # (B, H, R, N)
 
-    visible = _visible(hashes(query), hashes(key), config.chunk, **call)
-    if not config.shared_qk:
+    visible = _visible(hashes(query), hashes(key), mechanism.chunk, **call)
+    if not mechanism.shared_qk:
         return _over(visible | _own(query), query, key, value, scale=scale, **call)
     visible = visible | (_own(query) & ~(visible & call["allowed"]).any(-1, keepdim=True))
     return _over(visible, query, unit(key), value, scale=1.0 if scale is None else scale, **call)
 
 
-def routing(config: Any, query: Tensor, key: Tensor, value: Tensor, *, weights: Mapping[str, Tensor], **call: Any) -> Tensor:
+def routing(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, *, weights: Mapping[str, Tensor], **call: Any) -> Tensor:
     centroids = weights["centroids"].to(query.dtype)
     centroids = centroids.repeat_interleave(query.shape[1] // centroids.shape[0], dim=0)  # (H, b, D)
     nearest = [(unit(x) @ centroids.mT).argmax(-1).unsqueeze(2) for x in (query, key)]
-    visible = _visible(nearest[0], nearest[1], config.chunk, **call)
+    visible = _visible(nearest[0], nearest[1], mechanism.chunk, **call)
     return _over(visible | _own(query), query, key, value, **call)
 
 
 def _visible(query_bucket: Tensor, key_bucket: Tensor, chunk: int, *, is_causal: bool, real: Tensor, **_: Any) -> Tensor:
-    """Who sees whom, but for a token itself, from buckets (B, H, R, N): (B, H, N, N)."""
+    """Who sees whom, except a token itself, from buckets (B, H, R, N): (B, H, N, N)."""
     batch, heads, rounds, length = query_bucket.shape
     seen = torch.zeros(batch, heads, length, length, dtype=torch.bool, device=real.device)
     for b in range(batch):

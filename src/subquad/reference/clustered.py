@@ -1,4 +1,4 @@
-"""Head by head and cluster by cluster: the weights of the mean query, of which every query sets the k largest anew."""
+"""Head by head and cluster by cluster: the weights of the mean query; each query computes the k largest of them itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def attention(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -30,21 +30,21 @@ def attention(
         keys = allowed[b, 0, 0]  # (M,): which are real
         shaping = keys if len(keys) == queries else torch.ones_like(query[b, 0, :, 0], dtype=torch.bool)
         for h in range(heads):
-            out[b, h] = one_head(config, query[b, h], key[b, h, keys], value[b, h, keys], shaping, w)
+            out[b, h] = one_head(mechanism, query[b, h], key[b, h, keys], value[b, h, keys], shaping, w)
     return out
 
 
-def one_head(config: Any, query: Tensor, key: Tensor, value: Tensor, shaping: Tensor, w: Tensor) -> Tensor:
+def one_head(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, shaping: Tensor, w: Tensor) -> Tensor:
     """Queries (N, D), of which `shaping` (N,) form the clusters, over the real keys, scaled, (M, D) and values (M, Dv)."""
     out = query.new_zeros(query.shape[0], value.shape[-1])
     if key.shape[0] == 0:
         return out
-    assignment = k_means(sign(query @ w.mT), shaping, config.clusters, config.iterations)
+    assignment = k_means(sign(query @ w.mT), shaping, mechanism.clusters, mechanism.iterations)
     for c in assignment.unique():
         members = assignment == c
         mean = query[members & shaping].sum(0) / (members & shaping).sum().clamp(min=1)
         scores = key @ mean  # (M,)
-        top = scores.sort(descending=True, stable=True).indices[: config.topk]
+        top = scores.sort(descending=True, stable=True).indices[: mechanism.topk]
         shared = scores.softmax(0)
         rows = shared.repeat(int(members.sum()), 1)  # (members, M)
         rows[:, top] = shared[top].sum() * (query[members] @ key[top].mT).softmax(-1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def attention(config: Any, query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor, **_: Any) -> Tensor:
+def attention(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor, **_: Any) -> Tensor:
     if key.shape[2] == 0:
         return (query @ key.mT) @ value
     channels = query.softmax(-1)  # (B, H, N, D)

@@ -13,7 +13,7 @@ from subquad.reference.weighted import average
 
 
 def attention(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -23,7 +23,7 @@ def attention(
     scale: float | None,
     **_: Any,
 ) -> Tensor:
-    fq, fk = (phi(config.info.name, x, weights, side, scale) for x, side in ((query, "query"), (key, "key")))
+    fq, fk = (phi(mechanism.info.name, x, weights, side, scale) for x, side in ((query, "query"), (key, "key")))
     return average(fq @ fk.mT * allowed, value)
 
 

@@ -14,7 +14,7 @@ from subquad.reference.weighted import average
 
 
 def attention(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -29,8 +29,8 @@ def attention(
         return query @ key.mT @ value
     position = real.cumsum(1)  # among the real tokens
     allowed = allowed & real[:, None, :, None]
-    near = (position[:, None, :, None] - position[:, None, None, :]).abs() <= config.window
-    fq, fk = (phi(config.map, x, weights, side, scale) for x, side in ((query, "query"), (key, "key")))
+    near = (position[:, None, :, None] - position[:, None, None, :]).abs() <= mechanism.window
+    fq, fk = (phi(mechanism.map, x, weights, side, scale) for x, side in ((query, "query"), (key, "key")))
     log_mix = weights["log_mix"].to(query.dtype)[:, None, None]
     far = fq @ fk.mT * (allowed & ~near)
     scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)

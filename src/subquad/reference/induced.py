@@ -11,7 +11,7 @@ from subquad.reference import softmax
 
 
 def attention(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -26,6 +26,6 @@ def attention(
     points = points.expand(query.shape[0], *points.shape)
     real = allowed.any(2, keepdim=True)  # (B, 1, 1, M)
     options: dict[str, Any] = {"attn_mask": None, "scale": scale}
-    hk, hv = (softmax.attention(config, points, key, x, allowed=real, **options) for x in (key, value))
+    hk, hv = (softmax.attention(mechanism, points, key, x, allowed=real, **options) for x in (key, value))
     everywhere = real.new_ones(1, 1, 1, points.shape[2])
-    return softmax.attention(config, query, hk, hv, allowed=everywhere, **options)
+    return softmax.attention(mechanism, query, hk, hv, allowed=everywhere, **options)

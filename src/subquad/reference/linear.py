@@ -10,7 +10,7 @@ from torch import Tensor
 from subquad.reference.weighted import average
 
 
-def attention(config: Any, query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor, **_: Any) -> Tensor:
+def attention(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor, **_: Any) -> Tensor:
     return average(phi(query) @ phi(key).mT * allowed, value)
 
 

@@ -1,4 +1,4 @@
-"""o_i = sum_r softmax_r(s q_i . (E k)_r) (F v)_r, row by row of the batch, over its real tokens."""
+"""o_i = sum_r softmax_r(s q_i . (E k)_r) (F v)_r, for each sequence of the batch, over its real tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def attention(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

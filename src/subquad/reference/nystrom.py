@@ -1,6 +1,6 @@
-"""o = softmax(s q kl^T) pinv(softmax(s ql kl^T)) softmax(s ql k^T) v, row by row of the batch, over its real tokens.
+"""o = softmax(s q kl^T) pinv(softmax(s ql kl^T)) softmax(s ql k^T) v, for each sequence of the batch, over its real tokens.
 
-ql and kl are means over segments, the r-th of n real tokens being in segment floor(r m / n); with n <= m it is softmax
+ql and kl are means over segments, where the r-th of n real tokens is in segment floor(r m / n). With n <= m it is softmax
 attention. The query of a pad counts as zero.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def attention(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -29,13 +29,13 @@ def attention(
     for b, real in enumerate(allowed[:, 0].any(1)):  # (N,)
         q = query[b].masked_fill(~real[:, None], 0)  # (H, N, D)
         k, v = key[b, :, real], value[b, :, real]  # (H, n, D), (H, n, Dv)
-        if real.sum() > config.landmarks:
-            ql, kl = (_landmarks(x, config.landmarks) for x in (q[:, real], k))
+        if real.sum() > mechanism.landmarks:
+            ql, kl = (_landmarks(x, mechanism.landmarks) for x in (q[:, real], k))
             to, among, of = _softmax(q, kl, scale), _softmax(ql, kl, scale), _softmax(ql, k, scale)
-            out[b] = to @ (_pinv(among, config.iterations) @ (of @ v))
+            out[b] = to @ (_pinv(among, mechanism.iterations) @ (of @ v))
         elif real.any():
             out[b] = _softmax(q, k, scale) @ v
-    return out if config.conv is None else out + _convolve(value, weights["kernel"].to(value.dtype))
+    return out if mechanism.conv is None else out + _convolve(value, weights["kernel"].to(value.dtype))
 
 
 def _softmax(q: Tensor, k: Tensor, scale: float) -> Tensor:

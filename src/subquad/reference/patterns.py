@@ -11,38 +11,45 @@ from torch import Tensor
 from subquad.reference import softmax
 
 
-def local(config: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
+def local(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
     i, j, call = _pairs(call)
-    return _over(_window(i, j, config.window, config.dilation), query, key, value, **call)
+    return _over(_window(i, j, mechanism.window, mechanism.dilation), query, key, value, **call)
 
 
-def sparse_strided(config: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
+def sparse_strided(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
     i, j, call = _pairs(call)
-    stride = config.stride or max(1, round(query.shape[2] ** 0.5))
+    stride = mechanism.stride or max(1, round(query.shape[2] ** 0.5))
     near, far = (i - j).abs() < stride, (i - j) % stride == 0
-    return _over(_by_half(near, far, near | far, config, query), query, key, value, **call)
+    return _over(_by_half(near, far, near | far, mechanism, query), query, key, value, **call)
 
 
-def sparse_fixed(config: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
+def sparse_fixed(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
     i, j, call = _pairs(call)
-    stride = config.stride or max(1, round(query.shape[2] ** 0.5))
-    own, summary = i // stride == j // stride, j % stride >= stride - config.summary
-    seen = _by_half(own, summary | (i == j), own | summary, config, query)
+    stride = mechanism.stride or max(1, round(query.shape[2] ** 0.5))
+    own, summary = i // stride == j // stride, j % stride >= stride - mechanism.summary
+    seen = _by_half(own, summary | (i == j), own | summary, mechanism, query)
     return _over(seen, query, key, value, **call)
 
 
 def longformer(
-    config: Any, query: Tensor, key: Tensor, value: Tensor, *, weights: Mapping[str, Tensor], hidden: Tensor | None, **call: Any
+    mechanism: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    weights: Mapping[str, Tensor],
+    hidden: Tensor | None,
+    **call: Any,
 ) -> Tensor:
     heads = query.shape[1]
     i, j, call = _pairs(call)
-    dilations = config.dilation if isinstance(config.dilation, tuple) else (config.dilation,) * heads
-    window = torch.cat([_window(i, j, config.window, d) for d in dilations], dim=1)
+    dilations = mechanism.dilation if isinstance(mechanism.dilation, tuple) else (mechanism.dilation,) * heads
+    window = torch.cat([_window(i, j, mechanism.window, d) for d in dilations], dim=1)
     chosen = call["global_mask"]
-    rows = i < config.num_global if chosen is None else chosen[:, None, :, None]
-    columns = j < config.num_global if chosen is None else chosen[:, None, None, :]
+    rows = i < mechanism.num_global if chosen is None else chosen[:, None, :, None]
+    columns = j < mechanism.num_global if chosen is None else chosen[:, None, None, :]
     out = _over(window | rows | columns, query, key, value, **call)
-    if not config.global_projections:
+    if not mechanism.global_projections:
         return out
     assert hidden is not None
 
@@ -56,24 +63,24 @@ def longformer(
     return torch.where(rows, _over(all_pairs, project("query"), project("key"), project("value"), **call), out)
 
 
-def bigbird(config: Any, query: Tensor, key: Tensor, value: Tensor, *, weights: Mapping[str, Tensor], **call: Any) -> Tensor:
+def bigbird(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, *, weights: Mapping[str, Tensor], **call: Any) -> Tensor:
     i, _, call = _pairs(call)
     position = i[:, 0, :, 0]
     batch, heads, length, _ = query.shape
-    first, last = (0, 0) if config.mode == "etc" else ((config.globals + 1) // 2, config.globals // 2)
+    first, last = (0, 0) if mechanism.mode == "etc" else ((mechanism.globals + 1) // 2, mechanism.globals // 2)
     if call["is_causal"]:
         last = 0
     seen = torch.zeros(batch, heads, length, length, dtype=torch.bool, device=query.device)
     for b in range(batch):
-        blocks = -(-int(call["real"][b].sum()) // config.block)
-        block = position[b] // config.block  # -1 for pads: the last row and column of the table, which stay empty
+        blocks = -(-int(call["real"][b].sum()) // mechanism.block)
+        block = position[b] // mechanism.block  # -1 for pads: the last row and column of the table, which stay empty
         for h in range(heads):
             table = torch.zeros(blocks + 1, blocks + 1, dtype=torch.bool, device=query.device)
             for n in range(blocks):
-                visible = _visible(n, blocks, int(weights["draw"][h]), config, first, last, call["is_causal"])
+                visible = _visible(n, blocks, int(weights["draw"][h]), mechanism, first, last, call["is_causal"])
                 table[n, sorted(visible)] = True
             seen[b, h] = table[block[:, None], block[None, :]]
-    if config.mode == "itc":
+    if mechanism.mode == "itc":
         return _over(seen, query, key, value, **call)
     groups = heads // weights["global_key"].shape[0]
     tokens = [weights[name].to(query.dtype).repeat_interleave(groups, dim=0) for name in ("global_key", "global_value")]
@@ -81,12 +88,12 @@ def bigbird(config: Any, query: Tensor, key: Tensor, value: Tensor, *, weights: 
     extra = torch.ones(*seen.shape[:3], tokens[0].shape[1], dtype=torch.bool, device=seen.device)
     real = call.pop("real")[:, None, :, None]
     allowed = torch.cat([extra & real, seen & call.pop("allowed")], dim=-1)
-    return softmax.attention(config, query, key, value, allowed=allowed, **call)
+    return softmax.attention(mechanism, query, key, value, allowed=allowed, **call)
 
 
-def _visible(n: int, blocks: int, key: int, config: Any, first: int, last: int, is_causal: bool) -> set[int]:
+def _visible(n: int, blocks: int, key: int, mechanism: Any, first: int, last: int, is_causal: bool) -> set[int]:
     """The blocks that block n sees, among `blocks`."""
-    side = config.window // 2
+    side = mechanism.window // 2
     window = {m for m in range(n - side, n + side + 1) if 0 <= m < blocks}
     tokens = {m for m in range(blocks) if m < first or m >= blocks - last}
     if n in tokens:
@@ -95,14 +102,14 @@ def _visible(n: int, blocks: int, key: int, config: Any, first: int, last: int, 
     if is_causal:
         sample: list[int] = []
         for c, m in enumerate(m for m in rest if m < n):
-            slot = c if c < config.random else _random(key, c) % (c + 1)
-            if slot < config.random:
+            slot = c if c < mechanism.random else _random(key, c) % (c + 1)
+            if slot < mechanism.random:
                 sample[slot : slot + 1] = [m]
         return window | tokens | set(sample)
     chosen: list[int] = []
-    for draw in range(min(config.random, len(rest))):
+    for draw in range(min(mechanism.random, len(rest))):
         left = [m for m in rest if m not in chosen]
-        chosen.append(left[_random(key, n * config.random + draw) % len(left)])
+        chosen.append(left[_random(key, n * mechanism.random + draw) % len(left)])
     return window | tokens | set(chosen)
 
 
@@ -117,7 +124,7 @@ def _mix(x: int) -> int:
 
 
 def _pairs(call: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The numbers of queries (B, 1, N, 1) and keys (B, 1, 1, N) among the real ones, -1 for pads, whose rows see nothing."""
+    """The positions of queries (B, 1, N, 1) and keys (B, 1, 1, N) among the real tokens; -1 for pads, which see nothing."""
     real = call["real"]
     position = torch.where(real, real.cumsum(1) - 1, -1)
     call = {**call, "allowed": call["allowed"] & real[:, None, :, None]}
@@ -128,9 +135,9 @@ def _window(i: Tensor, j: Tensor, window: int, dilation: int) -> Tensor:
     return ((i - j).abs() <= window * dilation) & ((i - j) % dilation == 0)
 
 
-def _by_half(first: Tensor, second: Tensor, both: Tensor, config: Any, query: Tensor) -> Tensor:
+def _by_half(first: Tensor, second: Tensor, both: Tensor, mechanism: Any, query: Tensor) -> Tensor:
     """`both` in every head, or `first` in the first half of the heads and `second` in the others."""
-    if config.heads == "merged":
+    if mechanism.heads == "merged":
         return both
     head = torch.arange(query.shape[1], device=query.device)[None, :, None, None]
     return torch.where(head < (query.shape[1] + 1) // 2, first, second)

@@ -16,7 +16,7 @@ from subquad.reference.weighted import average
 
 
 def attention(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -30,11 +30,11 @@ def attention(
     root = math.sqrt(dim**-0.5 if scale is None else scale)
     w = weights["projection"].to(query.dtype)
     x, y = query * root, key * root
-    p: Tensor | float | None = config.p
-    if config.kind == "favor++" and p is None:
+    p: Tensor | float | None = mechanism.p
+    if mechanism.kind == "favor++" and p is None:
         pairs = (x.unsqueeze(3) + y.unsqueeze(2)).square().sum(-1)  # (B, H, N, M)
         p = pairs.mean((1, 2, 3), keepdim=True) / dim if pairs.numel() else 0.0
-    return average(phi(x, w, config.kind, p) @ phi(y, w, config.kind, p).mT * allowed, value)
+    return average(phi(x, w, mechanism.kind, p) @ phi(y, w, mechanism.kind, p).mT * allowed, value)
 
 
 def phi(x: Tensor, w: Tensor, kind: str, p: Tensor | float | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from subquad.reference.taylor import unit
 
 
 def attention(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -29,9 +29,9 @@ def attention(
     sigma = _per_head(weights["sigma"], heads, query)  # (H, D)
     w = weights["projection"].to(query.dtype) * sigma.unsqueeze(1)  # (H, m, D)
     fq, fk = phi(query, w), phi(key, w)
-    if not config.gated or query.shape[2] == 0:
+    if not mechanism.gated or query.shape[2] == 0:
         pairs = fq @ fk.mT * allowed
-        return pairs @ value / _away_from_zero(pairs.sum(-1, keepdim=True), config.floor)
+        return pairs @ value / _away_from_zero(pairs.sum(-1, keepdim=True), mechanism.floor)
 
     assert hidden is not None
     gate_weight, gate_bias = (_per_head(weights[name], heads, query) for name in ("gate_weight", "gate_bias"))
@@ -46,7 +46,7 @@ def attention(
         state = keep.unsqueeze(-1) * state + new.unsqueeze(-1) * value[:, :, t].unsqueeze(-2)
         total = keep * total + new
         out = (fq[:, :, t].unsqueeze(-2) @ state).squeeze(-2)
-        outputs.append(out / _away_from_zero((fq[:, :, t] * total).sum(-1, keepdim=True), config.floor))
+        outputs.append(out / _away_from_zero((fq[:, :, t] * total).sum(-1, keepdim=True), mechanism.floor))
     return torch.stack(outputs, dim=2)
 
 

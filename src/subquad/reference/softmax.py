@@ -12,7 +12,7 @@ from subquad.reference.weighted import average
 
 
 def attention(
-    config: Any,
+    mechanism: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

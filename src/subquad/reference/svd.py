@@ -1,4 +1,4 @@
-"""o = A_r v, A_r the sum of the r largest s_i u_i v_i^T of A = softmax(s q k^T), over the real tokens of each row."""
+"""o = A_r v, A_r the sum of the r largest s_i u_i v_i^T of A = softmax(s q k^T), over the real tokens of each sequence."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 def attention(
-    config: Any, query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor, scale: float | None, **_: Any
+    mechanism: Any, query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor, scale: float | None, **_: Any
 ) -> Tensor:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out = query.new_zeros(*query.shape[:3], value.shape[-1])
     for b, real in enumerate(allowed[:, 0].any(1)):  # (N,)
         q, k, v = query[b, :, real], key[b, :, real], value[b, :, real]  # (H, n, ...)
-        out[b, :, real] = _truncate((q @ k.mT * scale).softmax(-1), config.rank) @ v
+        out[b, :, real] = _truncate((q @ k.mT * scale).softmax(-1), mechanism.rank) @ v
     return out
 
 
 def _truncate(a: Tensor, rank: int) -> Tensor:
     if a.shape[-1] <= rank:
         return a
-    u, s, vt = torch.linalg.svd(a.to(torch.promote_types(a.dtype, torch.float32)))  # there is none for half precision
+    u, s, vt = torch.linalg.svd(a.to(torch.promote_types(a.dtype, torch.float32)))  # torch has no SVD in half precision
     return ((u[..., :rank] * s[..., None, :rank]) @ vt[..., :rank, :]).to(a.dtype)
