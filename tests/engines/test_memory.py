@@ -7,15 +7,13 @@ from benchmarks.engines import memory
 import subquad as sq
 from subquad.engines import kernelized
 from subquad.engines.chunk_weights import CHUNK
-from tests.harness import Largest, every_default
+from tests.harness import DEFAULTS, Largest
 
 
-@every_default()
+@pytest.mark.parametrize("case", [case for case in DEFAULTS if case.info.engine == "kernelized"], ids=lambda case: case.name)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 def test_no_tensor_of_size_n_m_dv(case, is_causal, grad):
-    if case.info.engine != "kernelized":
-        pytest.skip("about the kernelized engine")
     n, dim, value_dim = 65_536, 16, 16
     module = case.mechanism.build(heads=1, head_dim=dim)
     q, k = (torch.randn(1, 1, n, dim, requires_grad=grad) for _ in range(2))

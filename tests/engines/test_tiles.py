@@ -5,6 +5,7 @@ import torch
 
 import subquad as sq
 from subquad import reference
+from subquad.bench.measure import peak_bytes
 from subquad.engines.block_sparse import softmax
 from subquad.ops import dispatch, native_library
 from subquad.ops.tiles import MASKED, Tile, TileGroup
@@ -102,23 +103,39 @@ def test_large_scores_choose_the_same_pairs():
     assert seen.any(-1).all()
 
 
-@every_mechanism
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("kernel", ["compiled", "pytorch"])
-def test_nothing_larger_than_linear(mechanism, grad, kernel, monkeypatch):
-    if kernel != "compiled":
-        monkeypatch.setattr(native_library, "load", lambda: None)
-    length, dim = 20_000, 8
-    q, k, v = (torch.randn(1, 1, length, dim, requires_grad=grad) for _ in range(3))
-    k = q if mechanism.shares_query_and_key else k
-    if mechanism.info.name in ("sparse_strided", "sparse_fixed", "pooled"):
-        pytest.skip("its cost is more than linear")
-    with Largest() as largest, torch.set_grad_enabled(grad):
-        out = sq.attention(q, k, v, mechanism)
+# The others cost more than linear time and memory.
+every_linear_mechanism = pytest.mark.parametrize(
+    "mechanism",
+    [mechanism for mechanism in MECHANISMS if mechanism.info.name not in ("sparse_strided", "sparse_fixed", "pooled")],
+    ids=lambda mechanism: mechanism.info.name,
+)
+
+
+def run_long(mechanism, length, grad):
+    q, k, v = (torch.randn(1, 1, length, 8, requires_grad=grad) for _ in range(3))
+    with torch.set_grad_enabled(grad):
+        out = sq.attention(q, q if mechanism.shares_query_and_key else k, v, mechanism)
         if grad:
             out.sum().backward()
+
+
+@every_linear_mechanism
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_larger_than_linear(mechanism, grad):
+    """In the PyTorch fallback, which is what runs while operations are watched."""
+    length, dim = 20_000, 8
+    with Largest() as largest:
+        run_long(mechanism, length, grad)
     rows = 64  # queries of a block, and as many keys more than it needs
     assert largest.numel <= length * 8 * (dim + 1) + length * 3 * rows
+
+
+@every_linear_mechanism
+@pytest.mark.parametrize("grad", [False, True])
+def test_peak_memory_grows_linearly(mechanism, grad):
+    """In the compiled kernels, where there are any."""
+    short, long = (peak_bytes(lambda n=n: run_long(mechanism, n, grad), "cpu")[0] for n in (10_000, 40_000))
+    assert 0 < long <= 4.2 * short
 
 
 @every_mechanism

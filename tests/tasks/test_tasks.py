@@ -136,14 +136,18 @@ def test_the_public_source(name, local, small, public):
             assert all(equal(here[i], there[i]) for i in range(len(here)))
 
 
+INPUTS = ("input_ids", "decoder_input_ids", "first", "second", "pixel_values")
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_no_row_is_longer_than_the_length(name, local, small):
     settings = tiny(name)
     splits = TASKS[name]().load(local, settings)
     for part in (splits.train, splits.valid, splits.test):
         batch = splits.collate([part[i] for i in range(len(part))])
-        ids = [value for key, value in batch.items() if key in ("input_ids", "decoder_input_ids", "first", "second")]
-        assert all(0 < value.shape[1] <= settings.length for value in ids)
+        inputs = [value for key, value in batch.items() if key in INPUTS]
+        assert inputs
+        assert all(0 < value.shape[1] <= settings.length for value in inputs)
 
 
 @pytest.mark.parametrize("name", TASKS)
