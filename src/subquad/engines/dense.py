@@ -20,11 +20,11 @@ _FEW_KEYS = 256
 
 def attend(call: Call) -> tuple[Tensor, StateTensors | None]:
     """`softmax(scale q k^T + mask) v` over the past keys and these; the state is all keys and values so far."""
-    query, mask, padding = call.query, call.attn_mask, call.key_padding_mask
+    query, mask, padding, past = call.query, call.attn_mask, call.key_padding_mask, call.past
     key, value = zero_pads(call.key, padding), zero_pads(call.value, padding)
     state: StateTensors = {}
-    if call.past is not None or call.return_state:
-        past, new = call.past or {}, key
+    if past is not None or call.return_state:
+        past, new = past or {}, key
         recorded = needs_gradient(query, key, value)
         key = _grow(state, past, "key", key, recorded)
         value = _grow(state, past, "value", value, recorded)
@@ -35,7 +35,7 @@ def attend(call: Call) -> tuple[Tensor, StateTensors | None]:
         mask = _both(mask, padding[:, None, None, :])  # (B, 1, 1, M)
     queries, keys = query.shape[-2], key.shape[-2]
     # SDPA's is_causal aligns the first query with the first key, which is wrong after a past. A single query sees all keys.
-    is_aligned = call.is_causal and mask is None and not call.past
+    is_aligned = call.is_causal and mask is None and not past
     if call.is_causal and not is_aligned and queries > 1:
         mask = _both(mask, causal(queries, keys, query.device))
     out = _fused(query, key, value, mask, scale=call.scale, dropout_p=call.dropout_p, is_causal=is_aligned)

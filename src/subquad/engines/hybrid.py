@@ -92,16 +92,16 @@ class _Keys:
 
 def attend(call: Call, rule: HybridRule) -> tuple[Tensor, StateTensors | None]:
     """The output (B, H, n, Dv) and, with `return_state`, the state."""
-    mask = call.key_padding_mask
+    mask, past = call.key_padding_mask, call.past
     query, key, value = (zero_pads(x, mask) for x in (call.query, call.key, call.value))
     order, real = None, torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
     if mask is not None:
         order, real = real_first(mask)
         query, key, value = (take_tokens(x, order) for x in (query, key, value))
     span = CHUNK + rule.window * (1 if call.is_causal else 2)
-    is_short = call.past is None and not call.return_state and key.shape[2] <= min(span, _SHORT)
+    is_short = past is None and not call.return_state and key.shape[2] <= min(span, _SHORT)
     capacity = 0 if is_short else rule.window if call.return_state else min(rule.window, key.shape[2])
-    state: Sums = dict(call.past or _empty_state(key, value, rule, capacity))  # type: ignore[arg-type]
+    state: Sums = dict(past or _empty_state(key, value, rule, capacity))  # type: ignore[arg-type]
     keys = _join(state, key, value, real, rule)
     out = _output(query, keys, None if is_short else state["S"], rule, call.is_causal)
     if order is not None:
