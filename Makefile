@@ -55,8 +55,10 @@ test test-fast: export OMP_NUM_THREADS := 1
 
 # All that must be green; the second run is without the compiled kernels, for the mechanisms that have any.
 test: check
-	$(BIN)/pytest --numprocesses auto
-	SUBQUAD_NATIVE=0 $(BIN)/pytest --numprocesses auto --only-kernels tests/contract tests/mechanisms
+	@failed=; set -x; \
+	$(BIN)/pytest --numprocesses auto || failed=1; \
+	SUBQUAD_NATIVE=0 $(BIN)/pytest --numprocesses auto --only-kernels tests/contract tests/mechanisms || failed=1; \
+	test -z "$$failed"
 
 # About two minutes of it, to run while you work: default options, three sizes.
 test-fast: check

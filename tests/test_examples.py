@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

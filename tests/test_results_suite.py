@@ -127,6 +127,7 @@ def run(line):
     return caught.value.code, " ".join(said.getvalue().split())
 
 
+@pytest.mark.slow
 def test_every_cell_runs_and_what_fails_is_recorded_with_its_reason(starts):
     killed, _, _ = starts
     assert killed.code == 1

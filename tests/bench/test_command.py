@@ -11,6 +11,8 @@ import pytest
 
 from subquad.bench import load
 
+pytestmark = pytest.mark.slow
+
 TINY = [
     "--methods",
     "linear,local",

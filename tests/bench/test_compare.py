@@ -224,6 +224,7 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_leaves_what_was_finished(tmp_path):
     """The file can be read, and no finished cell is lost; as often as SUBQUAD_KILLS says."""
     path = tmp_path / FILE

@@ -6,6 +6,8 @@ import pytest
 
 from tests.test_examples import run
 
+pytestmark = pytest.mark.slow
+
 
 def figures(pattern, printed):
     return [float(found) for found in re.findall(pattern, printed)]

@@ -10,7 +10,7 @@ from benchmarks import pretrained
 import subquad as sq
 from subquad.conversion import Schedule, transfer
 
-pytestmark = pytest.mark.pretrained
+pytestmark = [pytest.mark.pretrained, pytest.mark.slow]
 STORIES = 20  # of the 60 that the documents' figures are of
 
 

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 

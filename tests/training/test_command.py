@@ -42,6 +42,7 @@ def until_saved(process, out, step):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_run_survives_ctrl_c_and_kill_and_ends_with_the_same_bits(tmp_path):
     out = tmp_path / "run"
     first = command(out)

@@ -24,7 +24,10 @@ from subquad.training import load, train
 from tests.training.fake import SETTINGS, FakeText
 from tests.training.weights import last
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch was built without gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch was built without gloo"),
+]
 STEADY = replace(SETTINGS, dropout=0.0, label_smoothing=0.1)
 METHODS = ["linear", "softmax"]
 

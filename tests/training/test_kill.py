@@ -12,6 +12,8 @@ from subquad.tasks import TASKS
 from subquad.training import load, train
 from tests.training.weights import equal, last, weights
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = replace(
     TASKS["digits"].info.defaults, layers=1, dim=16, heads=2, batch=16, steps=60, epochs=None, dropout=0.1, label_smoothing=0.1
 )
