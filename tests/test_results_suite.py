@@ -24,7 +24,7 @@ from subquad.registry import options_of, resolve
 from subquad.runs import checkpoints
 from subquad.runs.determinism import deterministic
 from subquad.runs.progress import no_transformers_bars
-from subquad.tasks.rows import length
+from subquad.tasks.rows import row_count
 from subquad.training import Results
 from subquad.training.data import Batches, loader
 from subquad.training.plan import Plan, choose_methods, class_path, find_task
@@ -427,7 +427,7 @@ def runner(cell, folder):
     with deterministic(1), no_transformers_bars():
         task = find_task(cell.task)
         splits = task.load(None, cell.settings)
-        batches = Batches(length(splits.train), cell.settings.batch, 3, cell.settings.seed)
+        batches = Batches(row_count(splits.train), cell.settings.batch, 3, cell.settings.seed)
         return times.Runner(cell, task, splits, batches, folder), loader(splits, batches)
 
 

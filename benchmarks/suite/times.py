@@ -32,7 +32,7 @@ from subquad.runs.memory import PeakMemory
 from subquad.runs.progress import no_transformers_bars
 from subquad.runs.results_file import read_results
 from subquad.tasks.base import Batch, Splits, Task
-from subquad.tasks.rows import length, lengths_of
+from subquad.tasks.rows import row_count, row_lengths
 from subquad.training.data import Batches, loader
 from subquad.training.plan import find_task
 from subquad.training.results import Record
@@ -123,7 +123,7 @@ def measure(
     shuffle = random.Random(settings.seed).shuffle
     with deterministic(THREADS), no_transformers_bars(), tempfile.TemporaryDirectory() as folder:
         splits = read_data(replace(next(iter(cells.values())).plan, data=data), task)
-        rows, lengths = length(splits.train), lengths_of(splits.train)
+        rows, lengths = row_count(splits.train), row_lengths(splits.train)
         batches = Batches(rows, settings.batch, WARM + rounds, settings.seed, lengths=lengths)
         runners = {label: Runner(cell, task, splits, batches, Path(folder)) for label, cell in cells.items()}
         for done, batch in enumerate(loader(splits, batches), 1):

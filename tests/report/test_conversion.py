@@ -81,7 +81,7 @@ def test_the_headline_says_what_was_lost_and_what_came_back():
     better.diagnoses["lora"] = diagnosis(0.5, 1.5, SITES[:2])
     assert headline(better).endswith("the perplexity is 4.48, lower than the original's, because it has also learned the text.")
     assert headline(swapped()) == f"{what} {change}."
-    assert headline(replace(made_up(), diagnoses={})) == f"{what} Nothing was measured: there was no text."
+    assert headline(replace(made_up(), diagnoses={})) == f"{what} Nothing was measured, because there was no text."
     encoder = replace(made_up(), diagnoses={"naive swap": diagnosis(1.0, None), "lora": diagnosis(0.5, None)})
     assert "at a cosine of 0.750 to the original's; after low-rank finetuning the cosine is 0.875." in headline(encoder)
     assert [cell.text for cell in summary(encoder).rows[1][1:4]] == ["-", "-", "0.7500"]

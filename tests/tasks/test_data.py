@@ -15,8 +15,8 @@ from subquad.models.inputs import IGNORED
 from subquad.tasks import TASKS, DataError, imdb, listops, recall
 from subquad.tasks.cifar10 import MEAN, SPREAD
 from subquad.tasks.pycode import sources
-from subquad.tasks.rows import Blocks, Ragged, fill
-from subquad.tasks.source import read
+from subquad.tasks.rows import Blocks, Ragged, pad_sequences
+from subquad.tasks.source import read_bytes
 from tests.tasks import made_up
 from tests.tasks.test_tasks import tiny
 
@@ -175,7 +175,7 @@ def test_blocks_predict_every_token_but_the_first_once(total):
 def test_ragged_rows_and_padding():
     rows = Ragged([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5, 6])])
     assert [rows[i].tolist() for i in range(len(rows))] == [[1, 2], [3], [4, 5, 6]]
-    ids, mask = fill([rows[0], rows[1]], pad=9)
+    ids, mask = pad_sequences([rows[0], rows[1]], pad=9)
     assert ids.tolist() == [[1, 2], [3, 9]]
     assert mask.tolist() == [[True, True], [True, False]]
 
@@ -425,4 +425,4 @@ def test_zip_and_plain_files_are_read(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("a", b"inside")
     (tmp_path / "a").write_bytes(b"plain")
-    assert (read(tmp_path / "a.zip"), read(tmp_path / "a")) == (b"inside", b"plain")
+    assert (read_bytes(tmp_path / "a.zip"), read_bytes(tmp_path / "a")) == (b"inside", b"plain")

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from subquad.models.inputs import IGNORED
 from subquad.tasks import TASKS, Splits
-from subquad.tasks.rows import Columns, by_length, stacked
+from subquad.tasks.rows import Columns, sort_by_length, stack_rows
 from subquad.tasks.stsb import correlation, ranks
 from tests.tasks import made_up
 from tests.tasks.test_tasks import tiny
@@ -31,7 +31,7 @@ class Known:
 
 def test_accuracy_and_loss_of_classes():
     rows = Columns(x=torch.tensor([[0.0, 0.0], [3.0, 0.0], [0.0, 1.0]]), labels=torch.tensor([1, 0, 0]))
-    splits = Splits(rows, rows, rows, stacked)
+    splits = Splits(rows, rows, rows, stack_rows)
     figures = TASKS["digits"]().score(Known(lambda batch: batch["x"]), rows, splits, replace(tiny("digits"), batch=2))
     losses = [math.log(2), math.log(1 + math.exp(-3)), math.log(1 + math.e)]
     assert figures == {"accuracy": pytest.approx(1 / 3), "loss": pytest.approx(sum(losses) / 3)}
@@ -98,7 +98,7 @@ def test_correlations():
 def test_likeness_of_sentences(local, small):
     task, settings = TASKS["stsb"](), tiny("stsb")
     splits = task.load(local, settings)
-    order = by_length(range(7), splits.test.lengths)
+    order = sort_by_length(range(7), splits.test.lengths)
     scores = torch.tensor([score for *_, score in made_up.pairs(7, 2)])[order]  # as they are asked for
     said = iter([(scores**3)[:5], (scores**3)[5:]])
     figures = task.score(Known(lambda batch: next(said)), splits.test, splits, settings)

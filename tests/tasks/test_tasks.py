@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from subquad.errors import InputError, MissingExtraError, OptionError, UnsupportedError
 from subquad.models.inputs import IGNORED
 from subquad.tasks import TASKS
-from subquad.tasks.rows import lengths_of
+from subquad.tasks.rows import row_lengths
 
 LENGTHS = {"digits": 64, "cifar10": 64, "imdb": 96, "recall": 32}
 PUBLIC = [name for name, task in TASKS.items() if task.info.source]
@@ -96,7 +96,7 @@ def test_rows_that_are_padded_say_their_lengths(name, local, small):
         real = [mask for column, mask in batch.items() if column.endswith("_mask")]
         if name == "multi30k":
             real.append(batch["labels"] != IGNORED)
-        lengths = lengths_of(rows)
+        lengths = row_lengths(rows)
         assert (lengths or []) == list(zip(*(mask.sum(1).tolist() for mask in real), strict=True))
 
 

@@ -10,7 +10,7 @@ import torch
 from subquad.models import SubquadForCausalLM, SubquadForConditionalGeneration, SubquadForSequenceClassification
 from subquad.tasks.base import Settings, Splits, Task, TaskInfo
 from subquad.tasks.classes import Classification
-from subquad.tasks.rows import Columns, Sequences, padded, shape, stacked
+from subquad.tasks.rows import Columns, Sequences, model_config, pad_rows, stack_rows
 
 SETTINGS = Settings(length=7, layers=1, dim=12, heads=2, batch=8, lr=0.01, steps=12, dropout=0.1, seed=3)
 
@@ -35,7 +35,7 @@ class Fake(Classification):
         ids = torch.randint(2, (60, settings.length), generator=generator)
         rows = Columns(input_ids=ids, labels=ids.sum(1) % 2)
         train, valid, test = (rows.take(torch.arange(*ends)) for ends in ((0, 30), (30, 45), (45, 60)))
-        return Splits(train=train, valid=valid, test=test, collate=stacked)
+        return Splits(train=train, valid=valid, test=test, collate=stack_rows)
 
     def model(self, method, settings):
         fault = self.options(settings)["fault"]
@@ -47,7 +47,7 @@ class Fake(Classification):
             raise ZeroDivisionError("a bug in a mechanism")
         if fault == "full" and not Path(os.environ["ROOM"]).exists():
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))  # a disk with room for little
-        return SubquadForSequenceClassification(shape(method, settings, vocab_size=2, num_labels=2))
+        return SubquadForSequenceClassification(model_config(method, settings, vocab_size=2, num_labels=2))
 
 
 class FakeText(Task):
@@ -63,10 +63,10 @@ class FakeText(Task):
         ids = (start + torch.arange(settings.length)) % 11
         labels = ids.masked_fill(torch.arange(settings.length) > 1 + start % 5, -100)
         rows = Columns(input_ids=ids, labels=labels)
-        return Splits(train=rows, valid=rows, test=rows, collate=stacked)
+        return Splits(train=rows, valid=rows, test=rows, collate=stack_rows)
 
     def model(self, method, settings):
-        return SubquadForCausalLM(shape(method, settings, vocab_size=11))
+        return SubquadForCausalLM(model_config(method, settings, vocab_size=11))
 
     def score(self, model, rows, splits, settings):
         with torch.no_grad():
@@ -82,10 +82,10 @@ class FakeRagged(Fake):
         generator = torch.Generator().manual_seed(0)
         ids = [torch.randint(2, (1 + i * 5 % settings.length,), generator=generator) for i in range(50)]
         rows = Sequences(torch.stack([row.sum() % 2 for row in ids]), input_ids=ids)
-        return Splits(train=rows, valid=rows, test=rows, collate=padded())
+        return Splits(train=rows, valid=rows, test=rows, collate=pad_rows())
 
     def model(self, method, settings):
-        return SubquadForSequenceClassification(shape(method, settings, vocab_size=2, num_labels=2))
+        return SubquadForSequenceClassification(model_config(method, settings, vocab_size=2, num_labels=2))
 
 
 class FakePairs(Task):
@@ -102,11 +102,11 @@ class FakePairs(Task):
         if self.options(settings)["reads"] == "given":
             columns["decoder_input_ids"] = torch.cat([torch.ones_like(ids[:, :1]), ids[:, :-1]], 1)
         rows = Columns(**columns)
-        return Splits(train=rows, valid=rows, test=rows, collate=stacked)
+        return Splits(train=rows, valid=rows, test=rows, collate=stack_rows)
 
     def model(self, method, settings):
         tokens = {"vocab_size": 11, "pad_token_id": 0, "decoder_start_token_id": 1, "eos_token_id": 2}
-        return SubquadForConditionalGeneration(shape(method, settings, is_encoder_decoder=True, **tokens))
+        return SubquadForConditionalGeneration(model_config(method, settings, is_encoder_decoder=True, **tokens))
 
     def score(self, model, rows, splits, settings):
         return {"loss": 0.0}

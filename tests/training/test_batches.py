@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 
-from subquad.tasks.rows import lengths_of, spread
+from subquad.tasks.rows import evenly_spaced, row_lengths
 from subquad.training.data import Batches
 from subquad.training.plan import Intervals, Plan
 from tests.training.fake import SETTINGS, Fake, FakeRagged
@@ -60,11 +60,11 @@ def test_a_run_over_rows_of_different_lengths_can_be_stopped(run, tmp_path):
 
 def test_a_part_of_rows_is_spread_over_them_and_keeps_their_lengths():
     rows = FakeRagged().load(None, SETTINGS).valid
-    part = spread(rows, 4)
-    assert lengths_of(part) == [rows.lengths[i] for i in (0, 12, 25, 37)]
-    assert [len(part[i]["input_ids"]) for i in range(4)] == [n for (n,) in lengths_of(part)]
-    assert spread(rows, 50) is rows
-    assert lengths_of(Fake().load(None, SETTINGS).train) is None
+    part = evenly_spaced(rows, 4)
+    assert row_lengths(part) == [rows.lengths[i] for i in (0, 12, 25, 37)]
+    assert [len(part[i]["input_ids"]) for i in range(4)] == [n for (n,) in row_lengths(part)]
+    assert evenly_spaced(rows, 50) is rows
+    assert row_lengths(Fake().load(None, SETTINGS).train) is None
 
 
 @pytest.mark.parametrize(

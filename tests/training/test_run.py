@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 import subquad as sq
 from subquad.models import seq2seq
 from subquad.runs import checkpoints
-from subquad.tasks.tokens import kept, words
+from subquad.tasks.tokens import to_transformers, word_tokenizer
 from subquad.training import load
 from subquad.training.data import Batches
 from subquad.training.plan import choose_methods
@@ -221,7 +221,7 @@ def test_every_parameter_of_every_method_has_a_gradient(task, length):
 def test_what_writes_text_for_a_model_is_kept_beside_it(run, tmp_path):
     class Writing(Fake):
         def text_tokenizer(self):
-            return kept(words(["no", "yes"], "no"), unk_token="no")
+            return to_transformers(word_tokenizer(["no", "yes"], "no"), unk_token="no")
 
     run(task=Writing())
     loaded = AutoTokenizer.from_pretrained(tmp_path / "run" / "linear" / "best")

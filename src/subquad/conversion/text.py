@@ -22,7 +22,7 @@ from subquad.conversion.activations import is_causal_lm
 from subquad.conversion.diagnosis import LEAST, tokens_of
 from subquad.conversion.pretrained import context_of
 from subquad.errors import InputError
-from subquad.tasks.source import read
+from subquad.tasks.source import read_bytes
 
 LENGTH = 256  # tokens of a sequence, unless the model was made for fewer
 _SHARE, _FEW = 0.1, 4  # of the sequences that judge, and how many there are at least
@@ -104,7 +104,7 @@ def _pieces(files: Sequence[Path]) -> Iterator[str]:
         if path.is_dir():
             raise InputError(f"calibration text is a file, plain or .xz or .gz; got the folder {path}. Pass a file in it.")
         try:
-            text = read(path).decode()
+            text = read_bytes(path).decode()
         except UnicodeDecodeError as error:
             raise InputError(f"calibration text is UTF-8; got {path}, with {error}. Save it as UTF-8.") from error
         while text:

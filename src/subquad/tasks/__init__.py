@@ -1,4 +1,4 @@
-"""Tasks to train and score a model on, one file each: data, model, score."""
+"""Tasks to train and score models on, one file each: data, model and score."""
 
 try:
     import transformers  # noqa: F401

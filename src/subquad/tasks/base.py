@@ -1,4 +1,4 @@
-"""What a task is: data, a model for it, and a score. One file a task; `subquad.train` does the rest."""
+"""The interface of a task: data, a model for it, and a score. `subquad.training` does the rest."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The model's size and the run's length: a task's defaults, or what the command line says."""
+    """The size of the model and the length of the run: the defaults of a task, changed by the command line."""
 
-    length: int  # tokens of a sequence, at most
+    length: int  # maximum tokens of a sequence
     layers: int
     dim: int
     heads: int
@@ -34,44 +34,46 @@ class Settings:
     dropout: float = 0.0
     label_smoothing: float = 0.0
     weight_decay: float = 0.01
-    warmup: float = 0.1  # share of the steps; then a cosine down to 0
+    warmup: float = 0.1  # fraction of the steps; then a cosine to 0
     seed: int = 0
-    options: tuple[tuple[str, str], ...] = ()  # a task's own, such as ("tokens", "pixels")
+    options: tuple[tuple[str, str], ...] = ()  # options of the task, such as ("tokens", "pixels")
 
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """What there is to know of a task before its data is read."""
+    """What is known about a task before its data is loaded."""
 
     name: str
     idea: str
-    kind: Literal["bidirectional", "causal", "encoder-decoder"]  # what a mechanism must be able to do
-    metric: str  # of `Task.score`, by which the best model is kept
+    kind: Literal["bidirectional", "causal", "encoder-decoder"]  # what a mechanism must support
+    metric: str  # the figure of `Task.score` that decides which model is best
     higher_is_better: bool
-    source: str  # public name of the data, "" where it is generated or installed
-    folder: str  # of the data below --data or SUBQUAD_DATA, "" where there is none
+    source: str  # public name of the data; "" if it is generated or installed
+    folder: str  # of the data inside --data or SUBQUAD_DATA; "" if there is none
     defaults: Settings
-    options: dict[str, tuple[str, ...]]  # a task's own options: name -> choices, the first by default
+    options: dict[str, tuple[str, ...]]  # options of the task: name -> choices, of which the first is the default
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Rows to learn from, to choose the best model by, and to report, and how rows become a batch for the model.
+    """Rows for training, for choosing the best model and for the final score, and how rows become a batch for the model.
 
-    Rows that are padded have an attribute `lengths`, a tuple of numbers a row: those of like lengths are then put into a batch.
+    Datasets that are padded have an attribute `lengths`, a tuple of numbers per row: rows of similar length are batched.
     """
 
-    train: Dataset[Row]  # with a method `set_epoch(epoch)` where it draws anew each epoch: to be called before each
+    train: Dataset[Row]  # has a method `set_epoch(epoch)` if its rows change every epoch
     valid: Dataset[Row]
     test: Dataset[Row]
     collate: Callable[[Sequence[Row]], Batch]
 
 
 class Task(ABC):
+    """Subclass it with an `info`, and write `load`, `model` and `score`."""
+
     info: ClassVar[TaskInfo]
 
     def options(self, settings: Settings) -> dict[str, str]:
-        """The value of each of the task's own options; refused where a name or a value is unknown."""
+        """The value of each option of the task; an error if a name or a value is unknown."""
         known = self.info.options
         for name, value in settings.options:
             if name not in known:
@@ -79,25 +81,25 @@ class Task(ABC):
                 raise OptionError(f"the task {self.info.name} has no option {name!r}{closest(name, known)} Options: {offered}.")
             if value not in known[name]:
                 choices = ", ".join(map(repr, known[name]))
-                raise OptionError(f"the option {name} of {self.info.name} is one of {choices}; got {value!r}.")
+                raise OptionError(f"the option {name} of {self.info.name} must be one of {choices}; got {value!r}.")
         return {name: choices[0] for name, choices in known.items()} | dict(settings.options)
 
     def reads_folder(self, settings: Settings) -> bool:
-        """Whether a folder with local copies of data is of any use to it."""
+        """Whether it can read a folder with local copies of data."""
         return bool(self.info.folder)
 
     @abstractmethod
     def load(self, folder: Path | None, settings: Settings) -> Splits:
-        """The data: from `folder`, a local copy, or from the public source. The same settings give the same rows."""
+        """The data, from the local copy in `folder` or from the public source. The same settings must give the same rows."""
 
     def text_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """What writes text as the model's tokens, to be kept beside it, if there is such a thing; called after `load`."""
+        """The tokenizer to save with the model, if it reads text; called after `load`."""
         return None
 
     @abstractmethod
     def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
-        """A new model, its weights drawn from PyTorch's generator; called after `load`."""
+        """A new model with weights from PyTorch's global generator; called after `load`."""
 
     @abstractmethod
     def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
-        """Figures by name, `info.metric` and "loss" among them, of a model in evaluation mode, where it stands."""
+        """Figures by name, with `info.metric` and "loss" among them. The model is in evaluation mode, on its device."""

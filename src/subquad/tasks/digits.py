@@ -13,15 +13,15 @@ from subquad.families.base import Mechanism
 from subquad.models import SubquadForImageClassification
 from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
-from subquad.tasks.rows import Columns, shape, shuffled, stacked
+from subquad.tasks.rows import Columns, model_config, random_order, stack_rows
 from subquad.tasks.source import require_length
 
 SIDE = 8
-HELD_OUT = 180  # rows to choose by, and as many to report
+HELD_OUT = 180  # validation rows, and as many test rows
 
 
 class Digits(Classification):
-    """Name the digit. The rows are shuffled by the seed, and two tenths are held out."""
+    """Recognize the digit. The rows are shuffled by the seed, and a fifth is held out."""
 
     info: ClassVar[TaskInfo] = TaskInfo(
         name="digits",
@@ -36,16 +36,16 @@ class Digits(Classification):
     )
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
-        require_length(self.info, settings, SIDE**2, "a token for each of its pixels")
+        require_length(self.info, settings, SIDE**2, "one token per pixel")
         [datasets] = load_extra("train", "the task digits", "sklearn.datasets")
         data = datasets.load_digits()
         images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # (1797, 1, 8, 8)
         rows = Columns(pixel_values=images, labels=torch.tensor(data.target))
-        order = shuffled(len(rows), settings.seed)
+        order = random_order(len(rows), settings.seed)
         valid, test, train = order[:HELD_OUT], order[HELD_OUT : 2 * HELD_OUT], order[2 * HELD_OUT :]
-        return Splits(rows.take(train), rows.take(valid), rows.take(test), stacked)
+        return Splits(rows.take(train), rows.take(valid), rows.take(test), stack_rows)
 
     def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         picture = {"image_size": SIDE, "patch_size": 1, "num_channels": 1, "num_labels": 10}
         places = {"position": "learned", "max_position_embeddings": SIDE**2}
-        return SubquadForImageClassification(shape(method, settings, **picture, **places))
+        return SubquadForImageClassification(model_config(method, settings, **picture, **places))

@@ -1,10 +1,11 @@
-"""`imdb`: reviews of films as bytes, up to 4,000 of them; is a review good or bad?
+"""`imdb`: film reviews as up to 4,000 bytes; is a review positive or negative?
 
-Maas et al., 2011, "Learning word vectors for sentiment analysis"; as bytes one of the tasks of Tay et al., 2021, "Long Range
-Arena", arXiv:2011.04006. Reviews that occur twice count once. From the public source the test half is the test set, and a tenth
-of the other is held out to choose by. A local copy is the training half alone, sorted by label: it is shuffled by the seed, and
-a tenth is held out to choose by and another to report. Scoring the whole test half would take more than half as long as
-training: the score is that of 1,000 reviews, evenly spread over it, or with the option `scored=all` of all.
+Maas et al., 2011, "Learning word vectors for sentiment analysis"; as bytes one of the tasks of Tay et al., 2021, "Long
+Range Arena", arXiv:2011.04006. Duplicate reviews count once. From the public source, the test half is the test set, and a
+tenth of the training half is held out for validation. A local copy has the training half only, sorted by label: it is
+shuffled by the seed, and a tenth is held out for validation and another for testing. Scoring the whole test half would take
+more than half as long as training, so the score is that of 1,000 reviews at even distances, or of all with the option
+`scored=all`.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from subquad.models import SubquadForSequenceClassification
 from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
 from subquad.tasks.language import byte_ids
-from subquad.tasks.rows import Sequences, padded, shape, shuffled, spread
-from subquad.tasks.source import hub, lines, local, one_of, parsed, require_rows
+from subquad.tasks.rows import Sequences, evenly_spaced, model_config, pad_rows, random_order
+from subquad.tasks.source import find_file, load_from_hub, parse_rows, read_lines, require_rows, task_folder
 
-PAD = 256  # behind the bytes
-SCORED = {"1000": 1_000, "all": 25_000}  # test reviews, at most
+PAD = 256  # after the bytes
+SCORED = {"1000": 1_000, "all": 25_000}  # maximum number of test reviews
 Review = tuple[str, int]
 
 
 class Imdb(Classification):
-    """Good (1) or bad (0), from the first `settings.length` bytes of a review."""
+    """Positive (1) or negative (0), from the first `settings.length` bytes of a review."""
 
     info: ClassVar[TaskInfo] = TaskInfo(
         name="imdb",
-        idea="reviews of films as up to 4,000 bytes, good or bad",
+        idea="film reviews as up to 4,000 bytes, positive or negative",
         kind="bidirectional",
         metric="accuracy",
         higher_is_better=True,
@@ -48,7 +49,7 @@ class Imdb(Classification):
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         known = distinct(self.half("train", folder))
         require_rows(self.info, len(known), 10, "different training reviews", "Get the data again.")
-        known = [known[i] for i in shuffled(len(known), settings.seed).tolist()]
+        known = [known[i] for i in random_order(len(known), settings.seed).tolist()]
         tenth = len(known) // 10
         valid, train = known[:tenth], known[tenth:]
         if folder is None:
@@ -57,21 +58,21 @@ class Imdb(Classification):
         else:
             test, train = train[:tenth], train[tenth:]
         rows, scored = partial(_rows, length=settings.length), SCORED[self.options(settings)["scored"]]
-        return Splits(rows(train), rows(valid), spread(rows(test), scored), padded(PAD))
+        return Splits(rows(train), rows(valid), evenly_spaced(rows(test), scored), pad_rows(PAD))
 
     def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
-        return SubquadForSequenceClassification(shape(method, settings, vocab_size=PAD + 1, num_labels=2))
+        return SubquadForSequenceClassification(model_config(method, settings, vocab_size=PAD + 1, num_labels=2))
 
     def half(self, name: str, folder: Path | None) -> list[Review]:
         if folder is None:
-            rows = hub(self.info, split=name)
+            rows = load_from_hub(self.info, split=name)
             return list(zip(rows["text"], rows["label"], strict=True))
-        path = one_of(self.info, local(self.info, folder), [f"imdb_{name}.jsonl.xz", f"imdb_{name}.jsonl"])
-        return parsed(path, lines(path), _review, "review and label")
+        path = find_file(self.info, task_folder(self.info, folder), [f"imdb_{name}.jsonl.xz", f"imdb_{name}.jsonl"])
+        return parse_rows(path, read_lines(path), _review, "review and label")
 
 
 def distinct(reviews: list[Review]) -> list[Review]:
-    """Each text once, as it came first."""
+    """Each text once, with its first label."""
     found: dict[str, int] = {}
     for text, label in reviews:
         found.setdefault(text, label)

@@ -1,12 +1,12 @@
 """`listops`: the value of nested lists, [MAX 2 9 [MIN 4 7 ] 0 ] = 9.
 
 Nangia & Bowman, 2018, "ListOps: a diagnostic dataset for latent tree learning", arXiv:1804.06028; with long sequences one of
-the tasks of Tay et al., 2021, "Long Range Arena", arXiv:2011.04006. Expressions are drawn here, of each length from a quarter
-of `settings.length` up to it, with lists of 2 to 10 arguments, nested at most 10 deep.
+the tasks of Tay et al., 2021, "Long Range Arena", arXiv:2011.04006. Expressions are generated at random, with lengths from a
+quarter of `settings.length` up to it, lists of 2 to 10 arguments, and at most 10 levels.
 
-The option `test` takes a test set of the original task from a local folder instead, without the brackets that mark its binary
-trees, and leaves out what is longer than `settings.length`: `d20s` has the published operators, `d20` FIRST and LAST instead of
-MED and SM, and then training has, too.
+The option `test` takes a test set of the original task from a local folder instead, without the parentheses of its binary trees
+and without expressions longer than `settings.length`: `d20s` has the published operators, `d20` has FIRST and LAST instead of
+MED and SM, in the generated training rows, too.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from subquad.families.base import Mechanism
 from subquad.models import SubquadForSequenceClassification
 from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.classes import Classification
-from subquad.tasks.rows import Sequences, padded, shape
-from subquad.tasks.source import DataError, lines, local, one_of, parsed, require_rows
+from subquad.tasks.rows import Sequences, model_config, pad_rows
+from subquad.tasks.source import DataError, find_file, parse_rows, read_lines, require_rows, task_folder
 
-ARGUMENTS, DEPTH = 10, 10  # of a list, of nested lists: at most
+ARGUMENTS, DEPTH = 10, 10  # at most
 TRAIN, HELD_OUT = 20_000, 1_000  # rows
-LEAST = 8  # tokens
+MIN_LENGTH = 8  # tokens
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "MIN": min,
     "MAX": max,
@@ -39,7 +39,11 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "FIRST": lambda values: values[0],
     "LAST": lambda values: values[-1],
 }
-DRAWN = {"generated": ("MIN", "MAX", "MED", "SM"), "d20s": ("MIN", "MAX", "MED", "SM"), "d20": ("MIN", "MAX", "FIRST", "LAST")}
+OPERATORS_OF = {
+    "generated": ("MIN", "MAX", "MED", "SM"),
+    "d20s": ("MIN", "MAX", "MED", "SM"),
+    "d20": ("MIN", "MAX", "FIRST", "LAST"),
+}
 SYMBOLS = ["", *map(str, range(10)), *(f"[{name}" for name in OPERATORS), "]"]  # the first is padding
 IDS = {symbol: i for i, symbol in enumerate(SYMBOLS)}
 
@@ -56,35 +60,35 @@ class ListOps(Classification):
         source="",
         folder="listops",
         defaults=Settings(length=128, layers=3, dim=64, heads=4, batch=32, lr=1e-3, steps=1_000),
-        options={"test": tuple(DRAWN)},
+        options={"test": tuple(OPERATORS_OF)},
     )
 
     def reads_folder(self, settings: Settings) -> bool:
         return self.options(settings)["test"] != "generated"
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
-        if settings.length < LEAST:
-            raise InputError(f"listops needs a length of at least {LEAST} tokens; got {settings.length}.")
+        if settings.length < MIN_LENGTH:
+            raise InputError(f"the length of listops must be at least {MIN_LENGTH}; got {settings.length}.")
         wanted = self.options(settings)["test"]
         draw = random.Random(settings.seed)
-        operators = DRAWN[wanted]
-        train, valid, test = (drawn(count, settings.length, operators, draw) for count in (TRAIN, HELD_OUT, HELD_OUT))
+        operators = OPERATORS_OF[wanted]
+        train, valid, test = (generate(count, settings.length, operators, draw) for count in (TRAIN, HELD_OUT, HELD_OUT))
         if wanted != "generated":
             test = self.original(wanted, folder, settings.length)
-        return Splits(train, valid, test, padded(IDS[""]))
+        return Splits(train, valid, test, pad_rows(IDS[""]))
 
     def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
-        return SubquadForSequenceClassification(shape(method, settings, vocab_size=len(SYMBOLS), num_labels=10))
+        return SubquadForSequenceClassification(model_config(method, settings, vocab_size=len(SYMBOLS), num_labels=10))
 
     def original(self, wanted: str, folder: Path | None, length: int) -> Sequences:
-        """A test set of the original task: a value, a tab, an expression in each line."""
+        """A test set of the original task: each line has a value, a tab and an expression."""
         if folder is None:
             raise DataError(
-                f"the original test sets of listops have no public name here; test={wanted} needs --data DIR or SUBQUAD_DATA, "
-                f"with {self.info.folder}/test_{wanted}.tsv.xz inside. Or take test=generated."
+                f"the original test sets of listops cannot be downloaded; test={wanted} needs --data DIR or SUBQUAD_DATA, "
+                f"with {self.info.folder}/test_{wanted}.tsv.xz inside. Or choose test=generated."
             )
-        path = one_of(self.info, local(self.info, folder), [f"test_{wanted}.tsv.xz", f"test_{wanted}.tsv"])
-        rows = [row for row in parsed(path, lines(path), _row, "value and expression") if len(row[1]) <= length]
+        path = find_file(self.info, task_folder(self.info, folder), [f"test_{wanted}.tsv.xz", f"test_{wanted}.tsv"])
+        rows = [row for row in parse_rows(path, read_lines(path), _row, "value and expression") if len(row[1]) <= length]
         require_rows(self.info, len(rows), 1, f"test expressions of at most {length} tokens", "Choose a larger --length.")
         return Sequences(torch.tensor([value for value, _ in rows]), input_ids=[ids for _, ids in rows])
 
@@ -95,8 +99,8 @@ def _row(line: str) -> tuple[int, Tensor]:
     return range(10)[int(value)], torch.tensor(ids, dtype=torch.uint8)
 
 
-def drawn(count: int, length: int, operators: tuple[str, ...], draw: random.Random) -> Sequences:
-    """Expressions of `length` tokens at most, and a quarter of that at least."""
+def generate(count: int, length: int, operators: tuple[str, ...], draw: random.Random) -> Sequences:
+    """Random expressions of at most `length` tokens, and at least a quarter of that."""
     values, ids = [], []
     for _ in range(count):
         symbols: list[int] = []
@@ -106,7 +110,7 @@ def drawn(count: int, length: int, operators: tuple[str, ...], draw: random.Rand
 
 
 def expression(length: int, depth: int, operators: tuple[str, ...], draw: random.Random, symbols: list[int]) -> int:
-    """Write a list of exactly `length` tokens, nested at most `depth` deep, behind `symbols`, and return its value."""
+    """Append a list of exactly `length` tokens and at most `depth` levels to `symbols`, and return its value."""
     name = draw.choice(operators)
     symbols.append(IDS[f"[{name}"])
     values = []
@@ -139,11 +143,11 @@ def _arguments(tokens: int, depth: int, draw: random.Random) -> list[int]:
 
 
 def _longest(depth: int) -> int:
-    """Tokens of an argument that is nested at most `depth` deep."""
+    """The most tokens of an argument with at most `depth` levels."""
     return 1 if depth == 0 else 2 + ARGUMENTS * _longest(depth - 1)
 
 
 def _median(values: list[int]) -> int:
-    """Of sorted values, rounded down as in the original task."""
+    """The median of sorted values, rounded down as in the original task."""
     half = len(values) // 2
     return values[half] if len(values) % 2 else (values[half - 1] + values[half]) // 2

@@ -1,9 +1,9 @@
-"""`multi30k`: 29,000 captions of photographs, translated: an encoder, and a decoder that attends to it; BLEU.
+"""`multi30k`: translation of 29,000 photograph captions by an encoder and a decoder that attends to it; BLEU.
 
-Elliott et al., 2016, "Multi30K: multilingual English-German image descriptions", arXiv:1605.00459. Both languages share 8,000
-pieces of words. The named method is the self-attention of both sides. Cross-attention is softmax, or with the option
-`cross=same` the named method, too. Scores are sacreBLEU's over the 2016 test set as it was written, by beam search with 4
-beams; those of the validation set, while training, by greedy search.
+Elliott et al., 2016, "Multi30K: multilingual English-German image descriptions", arXiv:1605.00459. Both languages share a
+vocabulary of 8,000 word pieces. The method is the self-attention of encoder and decoder. Cross-attention is softmax, or the
+same method with the option `cross=same`. The score is sacreBLEU on the 2016 test set, by beam search with 4 beams; on the
+validation set, during training, by greedy search.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from subquad.families.base import Mechanism
 from subquad.models import SubquadForConditionalGeneration
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Batch, Row, Settings, Splits, Task, TaskInfo
-from subquad.tasks.rows import Ragged, answers, fill, shape
-from subquad.tasks.source import DataError, how_to_get, hub, lines, local, one_of
-from subquad.tasks.tokens import bpe, kept
+from subquad.tasks.rows import Ragged, model_config, pad_sequences, predictions
+from subquad.tasks.source import DataError, download_advice, find_file, load_from_hub, read_lines, task_folder
+from subquad.tasks.tokens import to_transformers, train_bpe
 
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 PAD, START, END = range(3)
 PIECES = 8_000
 BEAMS = 4
 PAIRS = ("en-de", "de-en", "en-fr", "fr-en", "de-fr", "fr-de")
-PARTS = {"train": ("train", "train"), "valid": ("val", "validation"), "test": ("test_2016_flickr", "test")}  # local, public
+PARTS = {
+    "train": ("train", "train"),
+    "valid": ("val", "validation"),
+    "test": ("test_2016_flickr", "test"),
+}  # local name, public name
 
 
 class Multi30k(Task):
@@ -56,17 +60,19 @@ class Multi30k(Task):
         texts = {name: [self.split(name, language, folder) for language in pair] for name in PARTS}
         for name, (source, target) in texts.items():
             if len(source) != len(target):
-                raise DataError(f"multi30k pairs lines; {name} has {len(source)} of {pair[0]} and {len(target)} of {pair[1]}.")
-        self.tokenizer = bpe([*texts["train"][0], *texts["train"][1]], PIECES, list(SPECIAL.values()))
+                raise DataError(
+                    f"multi30k needs as many lines in both languages; {name} has {len(source)} in {pair[0]}, {len(target)} in {pair[1]}."
+                )
+        self.tokenizer = train_bpe([*texts["train"][0], *texts["train"][1]], PIECES, list(SPECIAL.values()))
         write = partial(self.ids, most=settings.length)
         train, valid, test = (Captions(write(source), write(target), target) for source, target in texts.values())
         return Splits(train, valid, test, collate)
 
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        return kept(self.tokenizer, end=SPECIAL["eos_token"], **SPECIAL)
+        return to_transformers(self.tokenizer, end=SPECIAL["eos_token"], **SPECIAL)
 
     def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
-        config = shape(
+        config = model_config(
             method,
             settings,
             vocab_size=self.tokenizer.get_vocab_size(),
@@ -80,7 +86,7 @@ class Multi30k(Task):
 
     def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
         nats, count = 0.0, 0
-        for batch, output in answers(model, rows, splits, settings):
+        for batch, output in predictions(model, rows, splits, settings):
             logits, labels = output.logits.flatten(0, 1).float(), batch["labels"].flatten()
             nats += float(F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))
             count += int((labels != IGNORED).sum())
@@ -88,38 +94,38 @@ class Multi30k(Task):
         return {"bleu": self.bleu(model, rows, settings, beams), "loss": nats / count}
 
     def bleu(self, model: PreTrainedModel, rows: Dataset[Row], settings: Settings, beams: int) -> float:
-        """sacreBLEU of the model's translations, with its own tokens (13a)."""
+        """sacreBLEU of the model's translations, with its default tokenizer (13a)."""
         [sacrebleu] = load_extra("train", "the score of multi30k", "sacrebleu")
-        read = [rows[i] for i in range(len(rows))]  # type: ignore[arg-type]
-        read.sort(key=lambda row: len(row["input_ids"]))  # few pads
-        said: list[str] = []
-        for first in range(0, len(read), settings.batch):
-            ids, mask = fill([row["input_ids"] for row in read[first : first + settings.batch]], PAD)
+        todo = [rows[i] for i in range(len(rows))]  # type: ignore[arg-type]
+        todo.sort(key=lambda row: len(row["input_ids"]))  # less padding
+        translations: list[str] = []
+        for first in range(0, len(todo), settings.batch):
+            ids, mask = pad_sequences([row["input_ids"] for row in todo[first : first + settings.batch]], PAD)
             search = {"num_beams": beams, "do_sample": False, "max_new_tokens": settings.length}
             written = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **search)
-            said += [text.strip() for text in self.tokenizer.decode_batch(written.tolist(), skip_special_tokens=True)]
-        return float(sacrebleu.corpus_bleu(said, [[row["reference"] for row in read]]).score)
+            translations += [text.strip() for text in self.tokenizer.decode_batch(written.tolist(), skip_special_tokens=True)]
+        return float(sacrebleu.corpus_bleu(translations, [[row["reference"] for row in todo]]).score)
 
     def ids(self, texts: list[str], most: int) -> list[Tensor]:
-        """Pieces of each text and the end, `most` of them at most."""
+        """The tokens of each text and the end token, `most` of them at most."""
         written = self.tokenizer.encode_batch_fast(texts)
         return [torch.tensor([*line.ids[: most - 1], END], dtype=torch.int32) for line in written]
 
     def split(self, name: str, language: str, folder: Path | None) -> list[str]:
-        """The lines of a part in one language."""
+        """The lines of one split in one language."""
         file, public = PARTS[name]
         if folder is not None:
-            path = one_of(self.info, local(self.info, folder), [f"{file}.{language}.gz", f"{file}.{language}"])
-            return [line.strip() for line in lines(path)]
-        rows = hub(self.info, split=public)
+            path = find_file(self.info, task_folder(self.info, folder), [f"{file}.{language}.gz", f"{file}.{language}"])
+            return [line.strip() for line in read_lines(path)]
+        rows = load_from_hub(self.info, split=public)
         if language not in rows.column_names:
-            there = ", ".join(rows.column_names)
-            raise DataError(f"{self.info.source} has {there}; {language} needs a local copy. {how_to_get(self.info)}")
+            columns = ", ".join(rows.column_names)
+            raise DataError(f"{self.info.source} has {columns}; {language} needs a local copy. {download_advice(self.info)}")
         return [line.strip() for line in rows[language]]
 
 
 class Captions(Dataset[Row]):
-    """Ids of a text and of its translation, and the translation as it was written."""
+    """The ids of a text and of its translation, and the translation as text."""
 
     def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor], references: list[str]) -> None:
         self.sources, self.targets, self.references = Ragged(sources), Ragged(targets), references
@@ -136,9 +142,9 @@ class Captions(Dataset[Row]):
 
 
 def collate(rows: Sequence[Row]) -> Batch:
-    """Sources with their mask; targets as labels and, moved right by one, as what the decoder reads."""
-    ids, mask = fill([row["input_ids"] for row in rows], PAD)
-    target, real = fill([row["target"] for row in rows], PAD)
+    """Sources with their mask; targets as labels and, shifted right by one, as decoder inputs."""
+    ids, mask = pad_sequences([row["input_ids"] for row in rows], PAD)
+    target, real = pad_sequences([row["target"] for row in rows], PAD)
     start = torch.full_like(target[:, :1], START)
     read = torch.cat([start, target[:, :-1]], dim=1)
     return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": read, "labels": target.masked_fill(~real, IGNORED)}

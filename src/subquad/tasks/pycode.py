@@ -1,6 +1,6 @@
-"""`pycode`: the bytes of the Python standard library's own sources, the next from those before it.
+"""`pycode`: language modelling over the bytes of the Python standard library's sources.
 
-The files lie where Python is installed, so figures of two Python versions do not compare.
+The files are those of the installed Python, so figures of different Python versions cannot be compared.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from subquad.tasks.base import Settings, Splits, TaskInfo
 from subquad.tasks.language import ByteModel, byte_ids
 from subquad.tasks.source import DataError
 
-EVERY = 20  # one file in so many is held out to choose by, and one to report
-HELD_OUT = 250_000  # bytes of those, at most
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib"}  # not installed everywhere
+EVERY = 20  # one file in 20 is held out for validation, and another for testing
+HELD_OUT = 250_000  # maximum bytes of either
+SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "__pycache__",
+    "lib2to3",
+    "idlelib",
+}  # not in every Python
 
 
 class PyCode(ByteModel):
-    """Bits per byte of Python code. Files in the order of their paths; whole files are held out."""
+    """Bits per byte of Python code. Files are sorted by path, and whole files are held out."""
 
     info: ClassVar[TaskInfo] = TaskInfo(
         name="pycode",
@@ -41,11 +49,11 @@ class PyCode(ByteModel):
 
 
 def sources(library: Path) -> list[Path]:
-    """Every .py file of the library, but for tests and what is installed beside it."""
+    """Every .py file of the library, without tests and installed packages."""
     inside = ((path, path.relative_to(library)) for path in library.rglob("*.py"))
     found = sorted((name.as_posix(), path) for path, name in inside if not SKIPPED.intersection(name.parts))
     if not found:
         raise DataError(
-            f"pycode reads the sources of Python's standard library; {library} has none. Install them, or another task."
+            f"pycode needs the sources of Python's standard library; {library} has none. Install them, or choose another task."
         )
     return [path for _, path in found]

@@ -1,13 +1,14 @@
-"""`recall`: multi-query associative recall. Pairs of a key and a value, then the keys again in another order: which value?
+"""`recall`: multi-query associative recall. Pairs of keys and values, then the keys again in another order: which value?
 
     k3 v7  k1 v2  k8 v5  ...  ~ ~  k8 ?  ~ ~  k3 ?  ~ ~ ...
 
-Arora et al., 2023, "Zoology: measuring and improving recall in efficient language models", arXiv:2312.04927. A quarter of the
-sequence are pairs, each key is asked for once, and noise stands between the questions. A state of constant size has to hold all
-pairs at once, which is where linear attention is weak.
+Arora et al., 2023, "Zoology: measuring and improving recall in efficient language models", arXiv:2312.04927. Pairs take a
+quarter of the sequence, each key is asked for once, and noise fills the gaps between the questions. A state of constant
+size has to hold all pairs at once, which is where linear attention is weak.
 
-Every token is shown with the one before it, by a convolution of width 2: a value stands beside its key from the first layer on,
-so what is scored is how much a mechanism can hold, not whether two layers find out to look one token back.
+The model sees every token together with the one before it, through a convolution of width 2. So each value is next to its
+key from the first layer on, and the score measures how much a mechanism can hold, not whether two layers learn to look one
+token back.
 
 B rows, P pairs, N tokens.
 """
@@ -29,17 +30,17 @@ from subquad.families.base import Mechanism
 from subquad.models import SubquadConfig, SubquadForCausalLM
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Row, Settings, Splits, Task, TaskInfo
-from subquad.tasks.language import nats
-from subquad.tasks.rows import Columns, shape, stacked
+from subquad.tasks.language import sum_nats
+from subquad.tasks.rows import Columns, model_config, stack_rows
 
-KEYS = VALUES = 256  # tokens below KEYS are keys, then come values, then noise
+KEYS = VALUES = 256  # tokens: first keys, then values, then noise
 NOISE = KEYS + VALUES
 TRAIN, HELD_OUT = 40_000, 1_000  # rows
-LEAST = 16  # tokens: two pairs, and room to ask
+MIN_LENGTH = 16  # tokens: two pairs, and their questions
 
 
 class Recall(Task):
-    """Say the value of each key that comes again; loss and accuracy at those tokens only."""
+    """Predict the value of each key that is repeated; loss and accuracy count only there."""
 
     info: ClassVar[TaskInfo] = TaskInfo(
         name="recall",
@@ -55,29 +56,27 @@ class Recall(Task):
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         length = settings.length
-        if length < LEAST or length % 8:
+        if length < MIN_LENGTH or length % 8:
             raise InputError(
-                f"recall has pairs in a quarter of its length, a multiple of 8 of at least {LEAST}; got {length}. "
-                "Choose --length 64, say."
+                f"the length of recall must be a multiple of 8 and at least {MIN_LENGTH}, because pairs take a quarter of it; "
+                f"got {length}. Choose --length 64, for example."
             )
         if length // 8 > KEYS:
-            raise InputError(
-                f"recall has {KEYS} keys, enough for a length of {8 * KEYS}; got {length}. Choose a smaller --length."
-            )
+            raise InputError(f"the length of recall must be at most {8 * KEYS}, because it has {KEYS} keys; got {length}.")
         generator = torch.Generator().manual_seed(settings.seed)
-        valid, test, train = (drawn(count, length, generator) for count in (HELD_OUT, HELD_OUT, TRAIN))
-        return Splits(train, valid, test, stacked)
+        valid, test, train = (generate(count, length, generator) for count in (HELD_OUT, HELD_OUT, TRAIN))
+        return Splits(train, valid, test, stack_rows)
 
     def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
-        return SubquadForRecall(shape(method, settings, vocab_size=NOISE + 1))
+        return SubquadForRecall(model_config(method, settings, vocab_size=NOISE + 1))
 
     def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
-        total, count, right = nats(model, rows, splits, settings)
+        total, count, right = sum_nats(model, rows, splits, settings)
         return {"accuracy": right / count, "loss": total / count}
 
 
 class SubquadForRecall(SubquadForCausalLM):
-    """A causal model that reads each token together with the one before: x_t + W x_(t-1)."""
+    """A causal model that reads each token together with the one before it: x_t + W x_(t-1)."""
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
@@ -86,7 +85,7 @@ class SubquadForRecall(SubquadForCausalLM):
 
     @classmethod
     def can_generate(cls) -> bool:
-        return False  # it answers questions, and keeps no token before the first of a piece
+        return False  # it keeps no token from before the start of its input
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **given: Any) -> CausalLMOutputWithPast:
         x = self.get_input_embeddings()(input_ids)
@@ -95,19 +94,21 @@ class SubquadForRecall(SubquadForCausalLM):
         )
 
 
-def drawn(count: int, length: int, generator: torch.Generator) -> Columns:
-    """`count` rows; the label behind each question is the value, all others are ignored."""
+def generate(count: int, length: int, generator: torch.Generator) -> Columns:
+    """`count` rows; the label after each question is the value, all other labels are ignored."""
     pairs = length // 8
     keys = _choose(count, KEYS, pairs, generator)
     values = torch.randint(KEYS, KEYS + VALUES, (count, pairs), generator=generator)
     ids = torch.full((count, length), NOISE)
     ids[:, : 2 * pairs : 2], ids[:, 1 : 2 * pairs : 2] = keys, values
-    asked = 2 * pairs + 2 * _choose(count, (length - 2 * pairs) // 2, pairs, generator)  # places, even: an answer fits behind
+    asked = 2 * pairs + 2 * _choose(
+        count, (length - 2 * pairs) // 2, pairs, generator
+    )  # even positions, so that an answer fits after each
     ids.scatter_(1, asked, keys)
     labels = torch.full_like(ids, IGNORED).scatter_(1, asked + 1, values)
     return Columns(input_ids=ids, labels=labels)
 
 
 def _choose(count: int, below: int, chosen: int, generator: torch.Generator) -> Tensor:
-    """(count, chosen): in each row different numbers below `below`, in a random order."""
+    """(count, chosen): in each row distinct numbers below `below`, in random order."""
     return torch.rand(count, below, generator=generator).argsort(1)[:, :chosen]

@@ -1,4 +1,4 @@
-"""Rows that lie in few large tensors, how they become batches, and how a model answers them.
+"""Datasets of rows stored in a few large tensors, how rows become batches, and what a model predicts for them.
 
 B batch, N tokens.
 """
@@ -23,7 +23,7 @@ from subquad.tasks.base import Batch, Row, Settings, Splits
 
 
 class Columns(Dataset[Row]):
-    """Row i is entry i of each column."""
+    """Row i has entry i of each column."""
 
     def __init__(self, **columns: Tensor) -> None:
         self.columns = columns
@@ -35,12 +35,12 @@ class Columns(Dataset[Row]):
         return {name: column[index] for name, column in self.columns.items()}
 
     def take(self, rows: Tensor) -> Columns:
-        """Some of the rows, in this order."""
+        """These rows, in this order."""
         return Columns(**{name: column[rows] for name, column in self.columns.items()})
 
 
 class Ragged:
-    """Sequences of different lengths, one behind the other; an entry is a view."""
+    """Sequences of different lengths in one tensor; an entry is a view."""
 
     def __init__(self, sequences: Sequence[Tensor]) -> None:
         self.values = torch.cat(list(sequences))
@@ -58,7 +58,7 @@ class Ragged:
 
 
 class Sequences(Dataset[Row]):
-    """Row i is token ids of their own length by name, and, where there are labels, label i."""
+    """Row i has a sequence of token ids for each name and, if there are labels, label i."""
 
     def __init__(self, labels: Tensor | None = None, **ids: Sequence[Tensor]) -> None:
         self.ids = {name: Ragged(sequences) for name, sequences in ids.items()}
@@ -77,10 +77,10 @@ class Sequences(Dataset[Row]):
 
 
 class Blocks(Dataset[Row]):
-    """A long text (T,) in blocks of `length` tokens, for a model that predicts each from those before it.
+    """A long text (T,) in blocks of `length` tokens, for a model that predicts each token from those before it.
 
-    A block begins with the last token of the one before, so that all tokens but the very first are predicted exactly once. The
-    last block is as long as the others: of what it shares with the one before nothing is predicted again.
+    A block begins with the last token of the one before, so every token but the very first is predicted exactly once. The last
+    block is as long as the others; what it shares with the one before is not predicted again.
     """
 
     def __init__(self, text: Tensor, length: int) -> None:
@@ -101,68 +101,68 @@ class Blocks(Dataset[Row]):
         return {"input_ids": ids, "labels": labels}
 
 
-def stacked(rows: Sequence[Row]) -> Batch:
-    """Rows of one shape."""
+def stack_rows(rows: Sequence[Row]) -> Batch:
+    """A batch of rows that have the same shape."""
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def padded(pad: int = 0) -> Callable[[Sequence[Row]], Batch]:
-    """Rows of `input_ids` of different lengths, filled up on the right, with an attention_mask; and their labels."""
+def pad_rows(pad: int = 0) -> Callable[[Sequence[Row]], Batch]:
+    """A collate function: `input_ids` padded on the right, their attention_mask, and labels."""
 
     def collate(rows: Sequence[Row]) -> Batch:
-        ids, mask = fill([row["input_ids"] for row in rows], pad)
+        ids, mask = pad_sequences([row["input_ids"] for row in rows], pad)
         return {"input_ids": ids, "attention_mask": mask, "labels": torch.stack([row["labels"] for row in rows])}
 
     return collate
 
 
-def fill(sequences: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
-    """Ids (B, N) as int64 and the mask (B, N) of real tokens."""
+def pad_sequences(sequences: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
+    """Padded ids (B, N) as int64, and the mask (B, N) of real tokens."""
     ids = pad_sequence(list(sequences), batch_first=True, padding_value=pad).long()
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     return ids, torch.arange(ids.shape[1]) < lengths[:, None]
 
 
 @torch.no_grad()
-def answers(model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> Iterator[tuple[Batch, Any]]:
-    """Each batch of `rows`, in their order or, where they have lengths, the shortest first; and the model's output for it."""
-    lengths = lengths_of(rows)
-    order = None if lengths is None else by_length(range(len(lengths)), lengths)
+def predictions(model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> Iterator[tuple[Batch, Any]]:
+    """Each batch of `rows` with the model's output; rows with lengths come shortest first, others in order."""
+    lengths = row_lengths(rows)
+    order = None if lengths is None else sort_by_length(range(len(lengths)), lengths)
     for batch in DataLoader(rows, batch_size=settings.batch, sampler=order, collate_fn=splits.collate):
         batch = {name: column.to(model.device) for name, column in batch.items()}
         yield batch, model(**{name: column for name, column in batch.items() if name != "labels"})
 
 
-def lengths_of(rows: Dataset[Row]) -> Sequence[tuple[int, ...]] | None:
-    """Of each row, where they are padded (see `Splits`)."""
+def row_lengths(rows: Dataset[Row]) -> Sequence[tuple[int, ...]] | None:
+    """The lengths of each row if rows are padded, otherwise None (see `Splits`)."""
     if not isinstance(rows, Subset):
         return getattr(rows, "lengths", None)
-    lengths = lengths_of(rows.dataset)
+    lengths = row_lengths(rows.dataset)
     return None if lengths is None else [lengths[i] for i in rows.indices]
 
 
-def by_length(rows: Iterable[int], lengths: Sequence[tuple[int, ...]]) -> list[int]:
-    """Rows of like lengths beside each other: by the longest side first, which leaves fewer pads than one side or their sum."""
+def sort_by_length(rows: Iterable[int], lengths: Sequence[tuple[int, ...]]) -> list[int]:
+    """Rows sorted by the longest of their lengths, which leaves less padding than the first length or the sum."""
     return sorted(rows, key=lambda row: (max(lengths[row]), sum(lengths[row])))
 
 
-def spread(rows: Dataset[Row], count: int) -> Dataset[Row]:
-    """`count` of the rows at most, evenly spread over all of them."""
-    there = length(rows)
-    return rows if count >= there else Subset(rows, [i * there // count for i in range(count)])
+def evenly_spaced(rows: Dataset[Row], count: int) -> Dataset[Row]:
+    """At most `count` of the rows, at even distances."""
+    total = row_count(rows)
+    return rows if count >= total else Subset(rows, [i * total // count for i in range(count)])
 
 
-def length(rows: Dataset[Any]) -> int:
+def row_count(rows: Dataset[Any]) -> int:
     return len(rows)  # type: ignore[arg-type]
 
 
-def shuffled(count: int, seed: int) -> Tensor:
+def random_order(count: int, seed: int) -> Tensor:
     """The numbers below `count` in a random order."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-def sizes(method: str | Mechanism, settings: Settings) -> dict[str, Any]:
-    """What all tasks tell `SubquadConfig`; a method by its name has the options that follow from the length."""
+def model_options(method: str | Mechanism, settings: Settings) -> dict[str, Any]:
+    """Arguments of `SubquadConfig` that all tasks share; a method given by name gets its options for the length."""
     chosen: Any = method
     if isinstance(method, str):
         layers = [one.for_length(settings.length) for one in by_layer(method, settings.layers, "method")]
@@ -174,10 +174,10 @@ def sizes(method: str | Mechanism, settings: Settings) -> dict[str, Any]:
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
         "dropout": settings.dropout,
-        "initializer_range": (3 * settings.dim) ** -0.5,  # as PyTorch draws a linear layer; 0.02 is for wider ones
+        "initializer_range": (3 * settings.dim) ** -0.5,  # as PyTorch initializes a linear layer; 0.02 suits wider models
     }
 
 
-def shape(method: str | Mechanism, settings: Settings, **fields: Any) -> SubquadConfig:
-    """The config of a task's model."""
-    return SubquadConfig(**sizes(method, settings), **fields)
+def model_config(method: str | Mechanism, settings: Settings, **fields: Any) -> SubquadConfig:
+    """The configuration of a task's model."""
+    return SubquadConfig(**model_options(method, settings), **fields)

@@ -1,4 +1,4 @@
-"""Where a task's data comes from: the public source, through `datasets`, or a local copy; and what to say when it does not."""
+"""Loading a task's data from a local copy or, through `datasets`, from the public source, with clear errors if that fails."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _OPEN: dict[str, Callable[[Path], Any]] = {".xz": lzma.open, ".gz": gzip.open}
 
 
 class DataError(SubquadError):
-    """Data that is missing, elsewhere or damaged."""
+    """Data that is missing or damaged."""
 
 
-def local(info: TaskInfo, folder: Path) -> Path:
-    """The task's folder of a local copy."""
+def task_folder(info: TaskInfo, folder: Path) -> Path:
+    """The folder with the local copy of this task's data."""
     if not folder.is_dir():
-        raise DataError(f"--data is a folder with local copies of data; {folder} is none. {how_to_get(info)}")
+        raise DataError(f"--data must be a folder with local copies of data; {folder} is not a folder. {download_advice(info)}")
     found = folder / info.folder
     if not found.is_dir():
-        raise DataError(f"{info.name} looks for the folder {found}, which is not there; {_inside(folder)}. {how_to_get(info)}")
+        raise DataError(f"{info.name} needs the folder {found}; {folder} {_contents(folder)}. {download_advice(info)}")
     return found
 
 
-def one_of(info: TaskInfo, folder: Path, names: Sequence[str]) -> Path:
+def find_file(info: TaskInfo, folder: Path, names: Sequence[str]) -> Path:
     """The first of `names` that is a file in `folder`."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise DataError(f"{info.name} looks for {' or '.join(names)} in {folder}; {_inside(folder)}. {how_to_get(info)}")
+    raise DataError(f"{info.name} needs {' or '.join(names)}; {folder} {_contents(folder)}. {download_advice(info)}")
 
 
-def read(path: Path) -> bytes:
-    """A file's bytes; of .xz, .gz and of the only member of .zip, what is packed inside."""
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a file; .xz, .gz and .zip files with one member are decompressed."""
     try:
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:
@@ -52,57 +52,59 @@ def read(path: Path) -> bytes:
         with _OPEN[path.suffix](path) as file:
             return bytes(file.read())
     except (OSError, EOFError, IndexError, lzma.LZMAError, zlib.error, zipfile.BadZipFile) as error:
-        raise damaged(path, error) from error
+        raise damaged_file(path, error) from error
 
 
-def lines(path: Path) -> list[str]:
-    """Of a text file, each without its end."""
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file, without their line ends."""
     try:
-        text = read(path).decode()
+        text = read_bytes(path).decode()
     except UnicodeDecodeError as error:
-        raise damaged(path, error) from error
+        raise damaged_file(path, error) from error
     if not text.strip():
-        raise damaged(path, "it is empty")
+        raise damaged_file(path, "it is empty")
     return text.removesuffix("\n").split("\n")
 
 
-def parsed(path: Path, rows: Iterable[Read], parse: Callable[[Read], Parsed], what: str) -> list[Parsed]:
-    """`parse` of each row; the first row that it fails on is named."""
+def parse_rows(path: Path, rows: Iterable[Read], parse: Callable[[Read], Parsed], what: str) -> list[Parsed]:
+    """`parse` of each row; the error names the first row on which it fails."""
     found: list[Parsed] = []
     try:
         found.extend(map(parse, rows))
     except (ArithmeticError, OSError, LookupError, TypeError, ValueError, csv.Error) as error:
-        raise damaged(path, f"row {len(found) + 1} is no {what} ({error})") from error
+        raise damaged_file(path, f"row {len(found) + 1} is not a {what} ({error})") from error
     return found
 
 
-def damaged(path: Path, error: object) -> DataError:
+def damaged_file(path: Path, error: object) -> DataError:
     if isinstance(error, FileNotFoundError):
         return DataError(f"there is no file {path}.")
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return DataError(f"{path} cannot be read: {said}. Is it whole? Get it again.")
+    return DataError(f"{path} cannot be read: {said}. It may be incomplete: get it again.")
 
 
-def hub(info: TaskInfo, *name: str, **given: Any) -> Any:
-    """What `datasets.load_dataset` has under a public name."""
+def load_from_hub(info: TaskInfo, *name: str, **given: Any) -> Any:
+    """The data set of that public name, by `datasets.load_dataset`."""
     [datasets] = load_extra("train", f"the data of {info.name}", "datasets")
     try:
         return datasets.load_dataset(*(name or info.source.split(", ")), **given)
-    except Exception as error:  # no network, no such name, a broken download: whatever it is, the advice is the same
+    except Exception as error:  # no network, no such name, a broken download: the advice is the same
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{info.source} did not come from the Hugging Face hub: {said}. {how_to_get(info)}") from error
+        raise DataError(
+            f"{info.source} could not be loaded from the Hugging Face hub: {said}. {download_advice(info)}"
+        ) from error
 
 
-def how_to_get(info: TaskInfo) -> str:
+def download_advice(info: TaskInfo) -> str:
     return (
-        f"Without --data and SUBQUAD_DATA it comes from the Hugging Face hub as {info.source}, which needs a network and the "
-        f"extra subquad[train]; with them, from the folder {info.folder} inside."
+        f"Without --data and SUBQUAD_DATA, {info.source} is loaded from the Hugging Face hub, which needs a network and the "
+        f"extra subquad[train]; with one of them, the data is read from the folder {info.folder} inside it."
     )
 
 
 def require_length(info: TaskInfo, settings: Settings, length: int, why: str) -> None:
     if settings.length != length:
-        raise InputError(f"{info.name} has a length of {length:,}, {why}; got {settings.length:,}. Set --length {length}.")
+        raise InputError(f"--length of {info.name} must be {length:,}, {why}; got {settings.length:,}. Pass {length}.")
 
 
 def require_rows(info: TaskInfo, count: int, least: int, what: str, advice: str) -> None:
@@ -110,6 +112,6 @@ def require_rows(info: TaskInfo, count: int, least: int, what: str, advice: str)
         raise DataError(f"{info.name} needs at least {least:,} {what}; got {count:,}. {advice}")
 
 
-def _inside(folder: Path) -> str:
+def _contents(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
-    return f"there is {', '.join(names[:12])}{' and more' if len(names) > 12 else ''}" if names else "the folder is empty"
+    return f"has only {', '.join(names[:12])}{' and more' if len(names) > 12 else ''}" if names else "is empty"

@@ -1,7 +1,7 @@
-"""`stsb`: how alike are two sentences, from 0 to 5? Spearman's and Pearson's correlation with what people said.
+"""`stsb`: how similar are two sentences, from 0 to 5? Spearman's and Pearson's correlation with human ratings.
 
-Cer et al., 2017, "SemEval-2017 task 1: semantic textual similarity", arXiv:1708.00055; 5,749 pairs to learn from. One encoder
-reads each sentence by itself, as in Reimers & Gurevych, 2019, arXiv:1908.10084, and the cosine of the two means is the answer.
+Cer et al., 2017, "SemEval-2017 task 1: semantic textual similarity", arXiv:1708.00055; 5,749 training pairs. One encoder reads
+each sentence by itself, as in Reimers & Gurevych, 2019, arXiv:1908.10084, and the prediction is the cosine of the two means.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from subquad.families.base import Mechanism
 from subquad.models import SubquadConfig, SubquadModel, SubquadPreTrainedModel
 from subquad.models.classification import pooled
 from subquad.tasks.base import Batch, Row, Settings, Splits, Task, TaskInfo
-from subquad.tasks.rows import Sequences, answers, fill, shape
-from subquad.tasks.source import hub, lines, local, one_of, parsed
-from subquad.tasks.tokens import bpe, kept
+from subquad.tasks.rows import Sequences, model_config, pad_sequences, predictions
+from subquad.tasks.source import find_file, load_from_hub, parse_rows, read_lines, task_folder
+from subquad.tasks.tokens import to_transformers, train_bpe
 
 PAD = 0
 PIECES = 4_000
@@ -35,11 +35,11 @@ Pair = tuple[str, str, float]
 
 
 class STSB(Task):
-    """The likeness of two sentences."""
+    """Predict the similarity of two sentences."""
 
     info: ClassVar[TaskInfo] = TaskInfo(
         name="stsb",
-        idea="pairs of sentences: how alike are they?",
+        idea="pairs of sentences: how similar are they?",
         kind="bidirectional",
         metric="spearman",
         higher_is_better=True,
@@ -51,7 +51,7 @@ class STSB(Task):
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         pairs = {name: self.split(name, folder) for name in PARTS}
-        self.tokenizer = bpe([text.lower() for pair in pairs["train"] for text in pair[:2]], PIECES, ["<pad>"])
+        self.tokenizer = train_bpe([text.lower() for pair in pairs["train"] for text in pair[:2]], PIECES, ["<pad>"])
 
         def ids(texts: Sequence[str]) -> list[Tensor]:
             written = self.tokenizer.encode_batch_fast([text.lower() for text in texts])
@@ -65,19 +65,21 @@ class STSB(Task):
         return Splits(train, valid, test, collate)
 
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        found = kept(self.tokenizer, pad_token="<pad>")
+        found = to_transformers(self.tokenizer, pad_token="<pad>")
         found.backend_tokenizer.normalizer = normalizers.Lowercase()
         return found
 
     def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
-        return SubquadForSimilarity(shape(method, settings, vocab_size=self.tokenizer.get_vocab_size(), pad_token_id=PAD))
+        return SubquadForSimilarity(
+            model_config(method, settings, vocab_size=self.tokenizer.get_vocab_size(), pad_token_id=PAD)
+        )
 
     def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
-        said, scores = [], []
-        for batch, output in answers(model, rows, splits, settings):
-            said.append(output.logits.double().cpu())
+        predicted, scores = [], []
+        for batch, output in predictions(model, rows, splits, settings):
+            predicted.append(output.logits.double().cpu())
             scores.append(batch["labels"].double().cpu())
-        ours, theirs = torch.cat(said), torch.cat(scores)
+        ours, theirs = torch.cat(predicted), torch.cat(scores)
         return {
             "spearman": correlation(ranks(ours), ranks(theirs)),
             "pearson": correlation(ours, theirs),
@@ -86,10 +88,10 @@ class STSB(Task):
 
     def split(self, name: str, folder: Path | None) -> list[Pair]:
         if folder is None:
-            rows = hub(self.info, split=PARTS[name])
+            rows = load_from_hub(self.info, split=PARTS[name])
             return list(zip(rows["sentence1"], rows["sentence2"], rows["similarity_score"], strict=True))
-        path = one_of(self.info, local(self.info, folder), [f"stsb-en-{PARTS[name]}.csv"])
-        return parsed(path, csv.reader(lines(path)), _pair, "pair of sentences and a number")
+        path = find_file(self.info, task_folder(self.info, folder), [f"stsb-en-{PARTS[name]}.csv"])
+        return parse_rows(path, csv.reader(read_lines(path)), _pair, "pair of sentences and a number")
 
 
 class SubquadForSimilarity(SubquadPreTrainedModel):
@@ -110,7 +112,7 @@ class SubquadForSimilarity(SubquadPreTrainedModel):
         second_mask: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> SequenceClassifierOutput:
-        """Likeness (B,) of sentences (B, N) and (B, M), and with `labels` (B,) the mean squared error."""
+        """The similarity (B,) of sentences (B, N) and (B, M), and with `labels` (B,) the mean squared error."""
         read = [
             pooled(self.model(ids, mask).last_hidden_state, mask, False)
             for ids, mask in ((first, first_mask), (second, second_mask))
@@ -121,26 +123,26 @@ class SubquadForSimilarity(SubquadPreTrainedModel):
 
 
 def _pair(row: list[str]) -> Pair:
-    first, second, likeness = row
-    return first, second, float(likeness)
+    first, second, similarity = row
+    return first, second, float(similarity)
 
 
 def collate(rows: Sequence[Row]) -> Batch:
-    first, first_mask = fill([row["first"] for row in rows], PAD)
-    second, second_mask = fill([row["second"] for row in rows], PAD)
+    first, first_mask = pad_sequences([row["first"] for row in rows], PAD)
+    second, second_mask = pad_sequences([row["second"] for row in rows], PAD)
     labels = torch.stack([row["labels"] for row in rows])
     return {"first": first, "first_mask": first_mask, "second": second, "second_mask": second_mask, "labels": labels}
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's; 0 where one of them is constant."""
+    """Pearson's correlation; 0 if x or y is constant."""
     x, y = x - x.mean(), y - y.mean()
     spread = float(x.norm() * y.norm())
     return float(x @ y) / spread if spread > 0 else 0.0
 
 
 def ranks(x: Tensor) -> Tensor:
-    """From 1; equal values share the mean of their ranks."""
+    """Ranks from 1; equal values share the mean of their ranks."""
     _, group, count = x.unique(return_inverse=True, return_counts=True)
     last = count.cumsum(0).double()
     return (last - (count - 1) / 2)[group]

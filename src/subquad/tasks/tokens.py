@@ -1,7 +1,7 @@
-"""Byte-pair encoding, trained on a task's own text each time, in a few seconds; and how it is kept beside a model.
+"""Byte-pair encoding, trained on a task's own text each time, in a few seconds; and tokenizers to save with a model.
 
-Sennrich, Haddow & Birch, 2016, arXiv:1508.07909. Words are split at white space; no merge crosses a word, and every byte has a
-token, so any text can be written.
+Sennrich, Haddow & Birch, 2016, arXiv:1508.07909. Words are split at white space, and no merge crosses a word boundary. Every
+byte has a token, so any text can be encoded.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-FIRST = "\u0120"  # how a piece is written that begins a word
+WORD_START = "\u0120"  # the first character of tokens that begin a word
 
 
-def bpe(texts: Iterable[str], size: int, special: Sequence[str]) -> Tokenizer:
-    """`size` tokens, the special ones first."""
+def train_bpe(texts: Iterable[str], size: int, special: Sequence[str]) -> Tokenizer:
+    """A tokenizer with `size` tokens, the special ones first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)]
@@ -31,15 +31,15 @@ def bpe(texts: Iterable[str], size: int, special: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def words(known: Sequence[str], unknown: str) -> Tokenizer:
-    """A token for each of `known`, in this order; any other word is `unknown`."""
+def word_tokenizer(known: Sequence[str], unknown: str) -> Tokenizer:
+    """A tokenizer with one token for each of the `known` words, in this order; any other word is `unknown`."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
 
 
-def kept(tokenizer: Tokenizer, end: str | None = None, **special: str) -> PreTrainedTokenizerFast:
-    """As transformers saves and loads it, its special tokens by their names there; with `end` behind every text."""
+def to_transformers(tokenizer: Tokenizer, end: str | None = None, **special: str) -> PreTrainedTokenizerFast:
+    """The tokenizer as transformers saves and loads it; `special` are its special tokens, and `end` is added to every text."""
     copy = Tokenizer.from_str(tokenizer.to_str())
     if end is not None:
         copy.post_processor = processors.TemplateProcessing(f"$A {end}", special_tokens=[(end, copy.token_to_id(end))])

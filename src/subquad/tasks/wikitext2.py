@@ -1,8 +1,8 @@
-"""`wikitext2`: two million words of Wikipedia, the next from those before it; perplexity per word.
+"""`wikitext2`: language modelling over two million words of Wikipedia; perplexity per word.
 
-Merity et al., 2017, "Pointer sentinel mixture models", arXiv:1609.07843. Every line ends in a word of its own, and rare words
-are `<unk>` in the data. With the option `tokens=bpe` words are written in 4,000 pieces; perplexity is exp(nats / words) all the
-same, so that figures with `bpe` and `word` compare.
+Merity et al., 2017, "Pointer sentinel mixture models", arXiv:1609.07843. The end of a line counts as a word, and rare words
+are `<unk>` in the data. With the option `tokens=bpe` words are split into 4,000 different pieces; perplexity is exp(nats /
+words) in both cases, so that figures with `bpe` and `word` can be compared.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from subquad.models.inputs import IGNORED
 from subquad.tasks.base import Row, Settings, Splits, TaskInfo
-from subquad.tasks.language import LanguageModel, nats
-from subquad.tasks.source import hub, lines, local, one_of
-from subquad.tasks.tokens import FIRST, bpe, kept, words
+from subquad.tasks.language import LanguageModel, sum_nats
+from subquad.tasks.source import find_file, load_from_hub, read_lines, task_folder
+from subquad.tasks.tokens import WORD_START, to_transformers, train_bpe, word_tokenizer
 
 END, UNKNOWN = "<eos>", "<unk>"
 PIECES = 4_000
-_MOST = math.log(sys.float_info.max)
+_MAX_EXPONENT = math.log(sys.float_info.max)
 HUB = {"train": "train", "valid": "validation", "test": "test"}
 
 
@@ -47,10 +47,13 @@ class WikiText2(LanguageModel):
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         texts = [self.split(name, folder) for name in HUB]
         in_words = self.options(settings)["tokens"] == "word"
-        self.tokenizer = _words(texts[0]) if in_words else bpe(texts[0], PIECES, [UNKNOWN, END])
+        self.tokenizer = _words(texts[0]) if in_words else train_bpe(texts[0], PIECES, [UNKNOWN, END])
         tokens = self.tokenizer.get_vocab()
         self.begins = torch.tensor(
-            [in_words or token in (END, UNKNOWN) or token.startswith(FIRST) for token in sorted(tokens, key=tokens.__getitem__)]
+            [
+                in_words or token in (END, UNKNOWN) or token.startswith(WORD_START)
+                for token in sorted(tokens, key=tokens.__getitem__)
+            ]
         )
         end = self.tokenizer.token_to_id(END)
         written = [self.tokenizer.encode_batch_fast(text) for text in texts]
@@ -58,30 +61,32 @@ class WikiText2(LanguageModel):
         return self.splits(train, valid, test, settings)
 
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        return kept(self.tokenizer, unk_token=UNKNOWN, eos_token=END)
+        return to_transformers(self.tokenizer, unk_token=UNKNOWN, eos_token=END)
 
     @property
     def vocabulary(self) -> int:
         return len(self.begins)
 
     def score(self, model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> dict[str, float]:
-        total, count, _ = nats(model, rows, splits, settings)
-        by_word = total / self.words(rows)
-        return {"perplexity": math.exp(by_word) if by_word < _MOST else math.inf, "loss": total / count}
+        total, count, _ = sum_nats(model, rows, splits, settings)
+        per_word = total / self.words(rows)
+        return {"perplexity": math.exp(per_word) if per_word < _MAX_EXPONENT else math.inf, "loss": total / count}
 
     def words(self, rows: Dataset[Row]) -> int:
-        """How many words the labels of `rows` begin."""
+        """The number of words that begin in the labels of `rows`."""
         labels = torch.cat([rows[i]["labels"] for i in range(len(rows))])  # type: ignore[arg-type]
         return int(self.begins[labels[labels != IGNORED]].sum())
 
     def split(self, name: str, folder: Path | None) -> list[str]:
-        """The lines of a part."""
+        """The lines of one split."""
         if folder is None:
-            return [line.removesuffix("\n") for line in hub(self.info, split=HUB[name])["text"]]
-        return lines(one_of(self.info, local(self.info, folder), [f"{name}.txt.xz", f"{name}.txt", f"wiki.{name}.tokens"]))
+            return [line.removesuffix("\n") for line in load_from_hub(self.info, split=HUB[name])["text"]]
+        return read_lines(
+            find_file(self.info, task_folder(self.info, folder), [f"{name}.txt.xz", f"{name}.txt", f"wiki.{name}.tokens"])
+        )
 
 
 def _words(text: list[str]) -> Tokenizer:
-    """Every word of the text."""
+    """A tokenizer with all words of the text."""
     found = {word for line in text for word in line.split()}
-    return words([UNKNOWN, END, *sorted(found - {UNKNOWN, END})], UNKNOWN)
+    return word_tokenizer([UNKNOWN, END, *sorted(found - {UNKNOWN, END})], UNKNOWN)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from subquad.tasks.base import Batch, Row, Splits
-from subquad.tasks.rows import by_length, length, spread
+from subquad.tasks.rows import evenly_spaced, row_count, sort_by_length
 
 Place = tuple[int, int]  # epoch, row
 ORDER = 2  # of rows in batches: 1 as shuffled, 2 by similar length. A run resumes only with the order that it began with
@@ -68,7 +68,7 @@ class Batches:
         first, size = min(missing, self.rows), self.batch
         end = self.rows - (self.rows - first) % size
         pools = (order[i : min(i + _POOL * size, end)] for i in range(first, end, _POOL * size))
-        ranked = [row for pool in pools for row in by_length(pool, lengths)]
+        ranked = [row for pool in pools for row in sort_by_length(pool, lengths)]
         starts = size * torch.randperm((end - first) // size, generator=generator)
         return [*order[:first], *(row for i in starts.tolist() for row in ranked[i : i + size]), *order[end:]]
 
@@ -80,7 +80,7 @@ class _Rows(Dataset[Row]):
         self.rows, self.epoch = rows, -1
 
     def __len__(self) -> int:
-        return length(self.rows)
+        return row_count(self.rows)
 
     def __getitem__(self, place: Place) -> Row:
         epoch, row = place
@@ -100,7 +100,7 @@ def fingerprint(splits: Splits) -> str:
     """A checksum of the number of rows, and of the content of some rows spread over each split."""
     total = 0
     for rows in (splits.train, splits.valid, splits.test):
-        total = zlib.crc32(str(length(rows)).encode(), total)
+        total = zlib.crc32(str(row_count(rows)).encode(), total)
         for row in _sample(rows):
             for name, value in sorted(row.items()):
                 content = value.numpy().tobytes() if isinstance(value, torch.Tensor) else str(value).encode()
@@ -111,8 +111,8 @@ def fingerprint(splits: Splits) -> str:
 def _sample(rows: Dataset[Row]) -> Iterator[Row]:
     set_epoch: Callable[[int], object] = getattr(rows, "set_epoch", lambda epoch: None)
     set_epoch(0)
-    some = spread(rows, _FINGERPRINT_ROWS)
-    return (some[i] for i in range(length(some)))
+    some = evenly_spaced(rows, _FINGERPRINT_ROWS)
+    return (some[i] for i in range(row_count(some)))
 
 
 def mixed(*numbers: int) -> int:

@@ -16,7 +16,7 @@ from subquad.runs.determinism import deterministic
 from subquad.runs.memory import PeakMemory
 from subquad.runs.progress import no_transformers_bars
 from subquad.tasks.base import Splits, Task
-from subquad.tasks.rows import length, lengths_of
+from subquad.tasks.rows import row_count, row_lengths
 from subquad.training.data import Batches, fingerprint
 from subquad.training.plan import Plan, count_steps, data_folder
 from subquad.training.results import Record
@@ -42,9 +42,9 @@ def read_data(plan: Plan, task: Task, known: str = "") -> Splits:
     with deterministic(plan.threads):
         torch.manual_seed(plan.settings.seed)
         splits = task.load(data_folder(plan.data), plan.settings)
-    if plan.eval_rows is not None and plan.eval_rows > length(splits.valid):
+    if plan.eval_rows is not None and plan.eval_rows > row_count(splits.valid):
         raise InputError(
-            f"eval_rows must be at most {length(splits.valid):,}, the number of validation rows; got {plan.eval_rows:,}. "
+            f"eval_rows must be at most {row_count(splits.valid):,}, the number of validation rows; got {plan.eval_rows:,}. "
             "Pass fewer, or leave it out."
         )
     if plan.settings.label_smoothing and splits.collate([splits.valid[0]])["labels"].is_floating_point():
@@ -98,15 +98,15 @@ def _train(job: Job, record: Record) -> None:
     if is_first:
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints.clean_up(folder)
-    record.steps = count_steps(settings, length(splits.train))
+    record.steps = count_steps(settings, row_count(splits.train))
     peak = PeakMemory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(settings.seed)
     model = task.model(job.mechanism, settings)
     kind: Any = type(model)  # FSDP changes the class
     record.parameters = sum(p.numel() for p in model.parameters())
     job.on_record(record)
-    rows, share = length(splits.train), (process(), record.processes)
-    batches = Batches(rows, settings.batch, record.steps, settings.seed, *share, lengths_of(splits.train))
+    rows, share = row_count(splits.train), (process(), record.processes)
+    batches = Batches(rows, settings.batch, record.steps, settings.seed, *share, row_lengths(splits.train))
     trainer = MethodTrainer(job, model, record, batches, peak)
     trainer.accelerator.wait_for_everyone()  # until the first process has cleaned up
     newest = checkpoints.latest(folder)

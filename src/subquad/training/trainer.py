@@ -31,7 +31,7 @@ from subquad.runs.files import write_atomically
 from subquad.runs.memory import PeakMemory
 from subquad.runs.precision import mixed_precision
 from subquad.tasks.base import Row, Splits, Task
-from subquad.tasks.rows import length, spread
+from subquad.tasks.rows import evenly_spaced, row_count
 from subquad.training.data import ORDER, Batches, loader, mixed
 from subquad.training.plan import Intervals, Plan
 from subquad.training.results import Record, record_from
@@ -110,8 +110,8 @@ class MethodTrainer(Trainer):
         self.job, self.record, self.batches, self.peak = job, record, batches, peak
         self.history = StepHistory()
         self.intervals = Intervals(job.plan, batches.steps)
-        self.valid = spread(job.splits.valid, self.intervals.eval_rows)
-        record.eval_rows = length(self.valid)
+        self.valid = evenly_spaced(job.splits.valid, self.intervals.eval_rows)
+        record.eval_rows = row_count(self.valid)
         self.step_loss = self.step_norm = torch.tensor(math.nan)
         self._target = job.folder
         self.begun, self.before = time.monotonic(), record.seconds
