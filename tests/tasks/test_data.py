@@ -59,10 +59,10 @@ def shown(ids):
     return [listops.SYMBOLS[i] for i in ids]
 
 
-@pytest.mark.parametrize("operators", set(listops.DRAWN.values()))
+@pytest.mark.parametrize("operators", set(listops.OPERATORS_OF.values()))
 @pytest.mark.parametrize("length", [8, 37, 512, 2_000])
 def test_listops_expressions_have_their_value_their_length_and_bounded_depth(length, operators):
-    rows = listops.drawn(60, length, operators, random.Random(length))
+    rows = listops.generate(60, length, operators, random.Random(length))
     lengths = set()
     for i in range(len(rows)):
         symbols = shown(rows[i]["input_ids"].tolist())
@@ -75,7 +75,7 @@ def test_listops_expressions_have_their_value_their_length_and_bounded_depth(len
 
 
 def test_listops_arguments_are_two_to_ten():
-    rows = listops.drawn(50, 200, ("SM",), random.Random(0))
+    rows = listops.generate(50, 200, ("SM",), random.Random(0))
     counts = set()
     for i in range(len(rows)):
         stack = []
@@ -223,7 +223,7 @@ def test_cifar10_images_are_shifted_and_mirrored_originals(local, small):
 
 def test_cifar10_as_pixels(local, small):
     settings = tiny("cifar10", options=(("tokens", "pixels"),))
-    with pytest.raises(InputError, match=r"has a length of 1,024, a token for each of its pixels; got 64\. Set --length 1024"):
+    with pytest.raises(InputError, match=r"must be 1,024, one token for each of its pixels; got 64\. Pass 1024"):
         TASKS["cifar10"]().load(local, settings)
     task, settings = TASKS["cifar10"](), replace(settings, length=1024)
     splits = task.load(local, settings)
@@ -256,7 +256,7 @@ def test_enwik8_splits_the_whole_as_usual(tmp_path, small, public):
     parts = TASKS["enwik8"]().parts(tmp_path)
     assert parts == (text[:4_000], text[4_000:4_500], text[4_500:])
     (tmp_path / "enwik8" / "enwik8.xz").write_bytes(lzma.compress(text[:-1]))
-    with pytest.raises(DataError, match=r"enwik8 has 5,000 bytes; .*enwik8.xz has 4,999"):
+    with pytest.raises(DataError, match=r"enwik8 must have 5,000 bytes; .*enwik8.xz has 4,999"):
         TASKS["enwik8"]().parts(tmp_path)
 
 
@@ -338,7 +338,7 @@ def test_text_that_is_too_short_for_a_block_is_refused(name, local, small):
         ("recall", 20, "multiple of 8"),
         ("recall", 8, "16"),
         ("listops", 4, "8 tokens"),
-        ("pycode", 1, "--length is at least 2; got 1"),
+        ("pycode", 1, "--length must be at least 2; got 1"),
     ],
 )
 def test_lengths_that_a_generator_cannot_fill_are_refused(name, length, said):
@@ -364,9 +364,9 @@ def copy(local, tmp_path):
 @pytest.mark.parametrize("name", FILES)
 def test_missing_and_wrong_folders_say_what_was_looked_for(name, copy, small):
     task, settings = TASKS[name](), tiny(name)
-    with pytest.raises(DataError, match=rf"nowhere is none.*{task.info.source}.*subquad\[train\]"):
+    with pytest.raises(DataError, match=rf"nowhere is not a folder.*{task.info.source}.*subquad\[train\]"):
         task.load(copy / "nowhere", settings)
-    with pytest.raises(DataError, match=rf"looks for the folder .*{name}, which is not there; there is .*{FILES[name]}"):
+    with pytest.raises(DataError, match=rf"needs the folder .*{name}; .* has only .*{FILES[name]}"):
         task.load(copy / name, settings)
     (copy / name / FILES[name]).rename(copy / name / "other")
     with pytest.raises(DataError, match=rf"looks for .*{FILES[name]}.* in .*; there is .*other"):
@@ -390,9 +390,9 @@ def test_a_damaged_file_is_named(name, copy, small):
             "imdb",
             "imdb_train.jsonl.xz",
             '{"label": 0, "text": "x"}\n{"label": 2, "text": "y"}\n',
-            "row 2 is no review and label",
+            "row 2 is not a review and label",
         ),
-        ("listops", "test_d20s.tsv.xz", "3\t[MIN 3 4 ]\n4\t[AVG 3 4 ]\n", "row 2 is no value and expression"),
+        ("listops", "test_d20s.tsv.xz", "3\t[MIN 3 4 ]\n4\t[AVG 3 4 ]\n", "row 2 is not a value and expression"),
     ],
 )
 def test_a_row_that_is_none_is_named(name, file, content, said, copy, small):
@@ -406,7 +406,7 @@ def test_translations_that_do_not_pair_up_are_refused(copy, small):
     import gzip
 
     (copy / "multi30k" / "val.de.gz").write_bytes(gzip.compress(b"ein Satz\n"))
-    with pytest.raises(DataError, match="valid has 7 of en and 1 of de"):
+    with pytest.raises(DataError, match="valid has 7 in en and 1 in de"):
         TASKS["multi30k"]().load(copy, tiny("multi30k"))
 
 
@@ -415,7 +415,7 @@ def test_what_the_hub_says_is_passed_on(monkeypatch, small):
         raise ConnectionError("no route to the hub\nand more")
 
     monkeypatch.setattr("datasets.load_dataset", refuse)
-    with pytest.raises(DataError, match=r"did not come from the Hugging Face hub: no route to the hub\. .*--data"):
+    with pytest.raises(DataError, match=r"could not be loaded from the Hugging Face hub: no route to the hub\. .*--data"):
         TASKS["stsb"]().load(None, tiny("stsb"))
 
 

@@ -74,7 +74,7 @@ def test_the_tokenizer_beside_a_model_writes_what_the_model_has_read(name, optio
 
 @pytest.mark.parametrize("name", ["digits", "cifar10"])
 def test_a_length_that_the_data_does_not_have_is_refused(name, local):
-    with pytest.raises(InputError, match=rf"{name} has a length of 64, a token for each of its .*; got 10\. Set --length 64"):
+    with pytest.raises(InputError, match=rf"--length of {name} must be 64, one token .*; got 10\. Pass 64"):
         TASKS[name]().load(local, replace(tiny(name), length=10))
 
 
@@ -176,7 +176,7 @@ def test_methods_by_name_have_options_for_the_length(name, local, small):
 @pytest.mark.parametrize(
     ("name", "option", "said"),
     [
-        ("cifar10", ("tokens", "words"), "tokens of cifar10 is one of 'patches', 'pixels'; got 'words'"),
+        ("cifar10", ("tokens", "words"), "tokens of cifar10 must be one of 'patches', 'pixels'; got 'words'"),
         ("cifar10", ("token", "pixels"), "no option 'token'; did you mean 'tokens'"),
         ("digits", ("tokens", "pixels"), "no option 'tokens'.*Options: none"),
     ],

@@ -39,11 +39,8 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "FIRST": lambda values: values[0],
     "LAST": lambda values: values[-1],
 }
-OPERATORS_OF = {
-    "generated": ("MIN", "MAX", "MED", "SM"),
-    "d20s": ("MIN", "MAX", "MED", "SM"),
-    "d20": ("MIN", "MAX", "FIRST", "LAST"),
-}
+_PUBLISHED = ("MIN", "MAX", "MED", "SM")
+OPERATORS_OF = {"generated": _PUBLISHED, "d20s": _PUBLISHED, "d20": ("MIN", "MAX", "FIRST", "LAST")}  # by the option `test`
 SYMBOLS = ["", *map(str, range(10)), *(f"[{name}" for name in OPERATORS), "]"]  # the first is padding
 IDS = {symbol: i for i, symbol in enumerate(SYMBOLS)}
 
@@ -68,7 +65,7 @@ class ListOps(Classification):
 
     def load(self, folder: Path | None, settings: Settings) -> Splits:
         if settings.length < MIN_LENGTH:
-            raise InputError(f"the length of listops must be at least {MIN_LENGTH}; got {settings.length}.")
+            raise InputError(f"the length of listops must be at least {MIN_LENGTH} tokens; got {settings.length}.")
         wanted = self.options(settings)["test"]
         draw = random.Random(settings.seed)
         operators = OPERATORS_OF[wanted]

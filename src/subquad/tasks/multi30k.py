@@ -60,9 +60,8 @@ class Multi30k(Task):
         texts = {name: [self.split(name, language, folder) for language in pair] for name in PARTS}
         for name, (source, target) in texts.items():
             if len(source) != len(target):
-                raise DataError(
-                    f"multi30k needs as many lines in both languages; {name} has {len(source)} in {pair[0]}, {len(target)} in {pair[1]}."
-                )
+                counts = f"{len(source)} in {pair[0]} and {len(target)} in {pair[1]}"
+                raise DataError(f"multi30k needs as many lines in both languages; {name} has {counts}.")
         self.tokenizer = train_bpe([*texts["train"][0], *texts["train"][1]], PIECES, list(SPECIAL.values()))
         write = partial(self.ids, most=settings.length)
         train, valid, test = (Captions(write(source), write(target), target) for source, target in texts.values())

@@ -80,7 +80,7 @@ def damaged_file(path: Path, error: object) -> DataError:
     if isinstance(error, FileNotFoundError):
         return DataError(f"there is no file {path}.")
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return DataError(f"{path} cannot be read: {said}. It may be incomplete: get it again.")
+    return DataError(f"{path} cannot be read: {said}. It may be incomplete. Get it again.")
 
 
 def load_from_hub(info: TaskInfo, *name: str, **given: Any) -> Any:
