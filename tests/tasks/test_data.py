@@ -369,7 +369,7 @@ def test_missing_and_wrong_folders_say_what_was_looked_for(name, copy, small):
     with pytest.raises(DataError, match=rf"needs the folder .*{name}; .* has only .*{FILES[name]}"):
         task.load(copy / name, settings)
     (copy / name / FILES[name]).rename(copy / name / "other")
-    with pytest.raises(DataError, match=rf"looks for .*{FILES[name]}.* in .*; there is .*other"):
+    with pytest.raises(DataError, match=rf"needs .*{FILES[name]}.*; .* has only .*other"):
         task.load(copy, settings)
 
 
