@@ -26,7 +26,7 @@ struct ClusteredCall {
     View query, key, value, out, grad, d_query, d_key, d_value;
     void* rest;                 // (B, H, C, E): the weighted sum of all values but those of the top keys
     void* mass;                 // (B, H, C): the weight of the top keys
-    void* lse;                  // (B, H, C): the log-sum-exp of the scores; infinity if there are there are no keys
+    void* lse;                  // (B, H, C): the log-sum-exp of the scores; infinity if there are no keys
     const int64_t* assignment;  // (B, H, N)
     const uint8_t* mask;        // (B, M); null: all keys are real
     const uint8_t* real;        // (B, N); null: all queries are real
