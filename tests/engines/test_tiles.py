@@ -1,5 +1,7 @@
 """Softmax over tile groups: PyTorch without its fused kernel, pieces, empty rows, large scores, and no large tensor."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -91,6 +93,22 @@ def test_several_queries_may_share_an_output_row(kernel, monkeypatch):
     )
     out, _ = softmax.attend([split], 2, 1.0)
     assert_close(out[0], (q[0, 0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0])
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "pytorch"])
+def test_hooks_reach_the_masks_saved_for_the_backward_pass(kernel, monkeypatch):
+    """Otherwise activation checkpointing and offloading would leave them in memory."""
+    if kernel != "compiled":
+        monkeypatch.setattr(native_library, "load", lambda: None)
+    q, k, v = (torch.randn(1, 1, *n, 4, requires_grad=True) for n in ((1, 3), (5,), (5,)))
+    mask = torch.zeros(1, 1, 3, 5)
+    kept = weakref.ref(mask)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        out, _ = softmax.attend([TileGroup(q, k, v, [Tile(0, 3, 1, 0, 0, 5, mask)])], 3, 0.5)
+    del mask
+    assert kept() is None
+    out.sum().backward()
+    assert q.grad is not None
 
 
 @torch.no_grad()
