@@ -93,7 +93,8 @@ class _CompiledAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        inputs, shared = ClusteredInputs(*ctx.saved_tensors[:6]), ClusterAttention(*ctx.saved_tensors[6:])
+        saved = ctx.saved_tensors  # read once: checkpointing refuses a second time
+        inputs, shared = ClusteredInputs(*saved[:6]), ClusterAttention(*saved[6:])
         clusters, topk, scale = ctx.options
         if torch.is_grad_enabled():
             run = partial(_attend_with_pytorch, inputs, clusters, topk, scale)
