@@ -112,11 +112,13 @@ class Measured:
 
     def _repair(self, stage: str, learn: Callable[..., StageProgress], schedule: Schedule, **more: Any) -> None:
         begun = time.monotonic()
-        done = learn(self.read.model, self.converted, self.batches, schedule, folder=self.folder, tell=self._tell, **more)
+        done = learn(
+            self.read.model, self.converted, self.batches, schedule, folder=self.folder, on_progress=self._print, **more
+        )
         seconds = max(done.seconds, time.monotonic() - begun)
         self._look(stage, seconds=seconds, step=done.step, ended=done.ended, losses=done.losses)
 
-    def _tell(self, done: StageProgress) -> None:
+    def _print(self, done: StageProgress) -> None:
         if done.step % 25 == 0:
             self.console.print(f"{done.stage} {done.step}/{done.steps} {done.loss:.4f} {done.seconds:.0f} s")
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 import subquad as sq
-from subquad.conversion.activations import Seen, run, watchable
+from subquad.conversion.activations import AttentionCall, recordable, run_recorded
 from subquad.conversion.diagnosis import head_errors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
@@ -48,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("real text is needed: --data DIR, or SUBQUAD_DATA")
     read = pretrained.minilm()
     batches = pretrained.sentences(read.tokenizer, options.data)[: SENTENCES // pretrained.BATCH]
-    with watchable(read.model) as model:
-        seen = [run(model, batch)[0] for batch in batches]
+    with recordable(read.model) as model:
+        calls = [run_recorded(model, batch)[0] for batch in batches]
     rows = []
     for divisor in numbers(options.divided):
-        smaller = [{site: _divided(one, divisor) for site, one in batch.items()} for batch in seen]
+        smaller = [{site: _divided(one, divisor) for site, one in batch.items()} for batch in calls]
         size = _size(smaller)
         for features in track(numbers(options.features), description=f"divided by {divisor}", console=Console(stderr=True)):
             found = [_error(smaller, sq.Performer(features=features, seed=draw)) for draw in range(options.draws)]
@@ -64,21 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @torch.no_grad()
-def _divided(seen: Seen, divisor: int) -> Seen:
+def _divided(call: AttentionCall, divisor: int) -> AttentionCall:
     """The same call with smaller queries and keys, and what softmax gives for them."""
-    smaller = replace(seen, query=seen.query / divisor, key=seen.key / divisor)
-    heads, head_dim = seen.query.shape[1], seen.query.shape[3]
-    return replace(smaller, output=smaller.by(sq.Softmax().build(heads=heads, head_dim=head_dim)))
+    smaller = replace(call, query=call.query / divisor, key=call.key / divisor)
+    heads, head_dim = call.query.shape[1], call.query.shape[3]
+    return replace(smaller, output=smaller.replay(sq.Softmax().build(heads=heads, head_dim=head_dim)))
 
 
-def _size(seen: Sequence[dict[str, Seen]]) -> float:
+def _size(calls: Sequence[dict[str, AttentionCall]]) -> float:
     """The median of |q + k|^2 over pairs of real tokens, queries and keys taken times D^(-1/4), the mean over heads."""
     found = []
-    for site in seen[0]:
+    for site in calls[0]:
         sizes = []  # of batches, (H, pairs)
-        for one in (batch[site] for batch in seen):
+        for one in (batch[site] for batch in calls):
             x, y = (t * t.shape[-1] ** -0.25 for t in (one.query, one.key))
-            real = torch.ones(x.shape[0], x.shape[2], dtype=torch.bool) if one.real is None else one.real
+            real = torch.ones(x.shape[0], x.shape[2], dtype=torch.bool) if one.real_queries is None else one.real_queries
             sums = torch.cdist(x, -y).square()  # (B, H, N, M)
             sizes.append(sums.transpose(0, 1)[:, real[:, :, None] & real[:, None, :]])
         found += torch.cat(sizes, dim=1).median(dim=1).values.tolist()
@@ -86,13 +86,13 @@ def _size(seen: Sequence[dict[str, Seen]]) -> float:
 
 
 @torch.no_grad()
-def _error(seen: Sequence[dict[str, Seen]], config: sq.Performer) -> float:
+def _error(calls: Sequence[dict[str, AttentionCall]], config: sq.Performer) -> float:
     """The mean over heads of |o' - o| / |o|."""
     errors = []
-    for site in seen[0]:
-        query = seen[0][site].query
+    for site in calls[0]:
+        query = calls[0][site].query
         mechanism = config.build(heads=query.shape[1], head_dim=query.shape[3])
-        pairs = [head_errors(batch[site], batch[site].by(mechanism)) for batch in seen]
+        pairs = [head_errors(batch[site], batch[site].replay(mechanism)) for batch in calls]
         missed, had = (torch.stack(sums).sum(0) for sums in zip(*pairs, strict=True))
         errors += (missed / had).sqrt().tolist()
     return statistics.mean(errors)

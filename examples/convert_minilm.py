@@ -52,7 +52,7 @@ def main() -> None:
     if options.out is not None:
         converted.save_pretrained(options.out)
         tokenizer.save_pretrained(options.out)
-        print(f"saved to {options.out}: import subquad, then AutoModel.from_pretrained reads it")
+        print(f"saved to {options.out}: subquad.load reads it")
 
 
 def read(tokenizer: Any, texts: list[str]) -> dict[str, Tensor]:

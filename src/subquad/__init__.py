@@ -1,5 +1,7 @@
 """Attention whose cost does not grow with the square of the sequence length: every efficient mechanism behind one call."""
 
+import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -40,7 +42,6 @@ from subquad.mechanisms import (
     SparseStrided,
     Taylor,
 )
-from subquad.pretrained import watch as _watch
 from subquad.registry import info, methods, register, why_not
 from subquad.state import State
 
@@ -48,7 +49,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """What loads more than torch loads when it is used."""
+    """Names whose modules need more than torch are imported when they are first used."""
     if name == "models":
         return import_module("subquad.models")
     if name in _LATER:
@@ -60,9 +61,9 @@ _LATER = {
     "advise": "subquad.bench",
     "convert": "subquad.conversion",
     "diagnose": "subquad.conversion",
+    "load": "subquad.conversion",
     "revert": "subquad.conversion",
 }
-_watch()
 
 __all__ = [
     "RFA",
@@ -107,3 +108,9 @@ __all__ = [
     "register",
     "why_not",
 ]
+
+# Where transformers' models are in use already, `from_pretrained` learns to load subquad's models now; otherwise when
+# `subquad.models` is imported.
+if "transformers.modeling_utils" in sys.modules:
+    with suppress(ImportError):  # a transformers that is too old: the error comes when subquad.models is asked for
+        import_module("subquad.models")

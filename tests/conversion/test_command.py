@@ -27,11 +27,21 @@ from transformers import (
 from typer.testing import CliRunner
 
 import subquad as sq
-from subquad.cli import app
-from subquad.cli import terminal as cli_parts
+from subquad.cli import app, terminal
+from subquad.cli.convert import parse_repair
 from subquad.conversion import plan as plans
-from subquad.conversion.plan import STAGES, Plan
-from subquad.conversion.pretrained import open_config, open_model, open_tokenizer
+from subquad.conversion.plan import (
+    STAGES,
+    LoraOptions,
+    LowRankOptions,
+    Plan,
+    Repair,
+    Source,
+    StageOptions,
+    Swap,
+    Text,
+)
+from subquad.conversion.pretrained import load_config, load_model, load_tokenizer
 from subquad.conversion.repair import Schedule
 from subquad.conversion.results import load
 from subquad.conversion.run import run
@@ -47,19 +57,28 @@ def invoke(*words):
     return CliRunner().invoke(app, ["convert", *map(str, words)])
 
 
-def sizes(stages):
-    rank = {"rank": 2} if {"align", "lora"} & {*stages} else {}
-    return TEXT | {f"{stage}_steps": 6 for stage in stages} | rank
-
-
 def small(*stages):
+    """A short repair of little text, on the command line."""
+    options = [*(["steps=6"] if stages else []), *(["rank=2"] if {"align", "lora"} & {*stages} else [])]
     repair = ["--repair", ",".join(stages)] if stages else []
-    return [*repair, *(word for name, value in sizes(stages).items() for word in (f"--{name.replace('_', '-')}", value))]
+    text = [word for name, value in TEXT.items() for word in (f"--{name}", value)]
+    return [*text, *repair, *(word for option in options for word in ("--repair-option", option))]
 
 
-def plan(model, text, repair=(), **more):
-    given = {"model": str(model), "method": sq.Hybrid(window=2), "text": (text,), "repair": repair}
-    return Plan(**{**given, **sizes(repair), **more})
+def plan(model, text, stages=(), keep=0, seed=0, **options):
+    """The same as a plan; `options` are those of all stages that have them, or of one: lora={"steps": 1}."""
+    repair = {}
+    for stage in stages:
+        own = {"steps": 6, **({} if stage == "transfer" else {"rank": 2})}
+        own |= {name: value for name, value in options.items() if hasattr(STAGES[stage], name)}
+        repair[stage] = STAGES[stage](**own | options.get(stage, {}))
+    return Plan(
+        source=Source(model=str(model)),
+        swap=Swap(method=sq.Hybrid(window=2), keep=keep),
+        text=Text(files=(text,), **TEXT),
+        repair=Repair(**repair),
+        seed=seed,
+    )
 
 
 def weights(out):
@@ -70,30 +89,54 @@ def weights(out):
 def whole(llama, text, tmp_path_factory):
     """A conversion with every part."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    return run(plan(llama, text, repair=STAGES, keep=1), out), out
+    return run(plan(llama, text, STAGES, keep=1), out), out
 
 
 def test_learning_rates_are_those_of_the_stages_or_given(whole, llama, text, tmp_path):
     results, _ = whole
     assert {name: stage.lr for name, stage in results.stages.items()} == {"transfer": 1e-2, "align": 1e-3, "lora": 1e-3}
-    given = plan(llama, text, STAGES, transfer_lr=0.5, align_lr=0.125, lora_lr=0.25)
-    assert [given.schedule(stage).lr for stage in STAGES] == [0.5, 0.125, 0.25]
-    wide = run(plan(llama, text, ("lora",), rank=16, lora_steps=1), tmp_path / "wide")
+    wide = run(plan(llama, text, ("lora",), rank=16, steps=1), tmp_path / "wide")
     assert wide.stages["lora"].lr == 5e-4
-    rated = run(plan(llama, text, ("lora",), rank=16, lora_steps=1, lora_lr=0.25), tmp_path / "rated")
+    rated = run(plan(llama, text, ("lora",), rank=16, steps=1, lr=0.25), tmp_path / "rated")
     assert rated.stages["lora"].lr == 0.25
 
 
+def test_options_of_all_stages_and_of_one():
+    found = parse_repair("transfer,align,lora", ["steps=9", "lora.steps=5", "rank=4", "align.lr=0.5", "loss=distil"])
+    assert found == Repair(
+        transfer=StageOptions(steps=9),
+        align=LowRankOptions(steps=9, rank=4, lr=0.5),
+        lora=LoraOptions(steps=5, rank=4, loss="distil"),
+    )
+    assert parse_repair("", []) == Repair()
+
+
+def test_what_must_be_the_same_to_resume():
+    asked = Plan(
+        source=Source(model="here"),
+        swap=Swap(method="linear", keep_softmax=(1,)),
+        repair=Repair(align=LowRankOptions(rank=2, minutes=5), lora=LoraOptions(steps=7, lr=0.5, rank=4)),
+        threads=3,
+    )
+    assert asked.identity(None) == {
+        "model": "here", "gguf": None, "dtype": "float32", "layers": "all", "keep_softmax": [1], "cross": False,
+        "beyond_context": False, "keep": 0, "length": None, "batch": None, "tokens": None, "text": None,
+        "repair": ["align", "lora"], "transfer_steps": None, "align_steps": 300, "lora_steps": 7, "transfer_lr": None,
+        "align_lr": None, "lora_lr": 0.5, "loss": None, "rank": {"align": 2, "lora": 4}, "targets": "attention",
+        "precision": "fp32", "seed": 0,
+    }  # fmt: skip
+
+
 def test_the_precision_of_a_repair_is_that_of_its_stages(llama, text, whole, tmp_path):
-    results = run(plan(llama, text, repair=STAGES, keep=1, precision="bf16"), tmp_path / "out")
+    results = run(plan(llama, text, STAGES, keep=1, precision="bf16"), tmp_path / "out")
     plain, _ = whole
     assert results.settings["precision"] == "bf16"
     for stage, progress in results.stages.items():
         assert progress.losses != plain.stages[stage].losses
         assert progress.losses[0][1] == pytest.approx(plain.stages[stage].losses[0][1], rel=0.05)
-    given = ["--text", text, "--repair", "transfer", "--precision", "fp8"]
+    given = ["--text", text, "--repair", "transfer", "--repair-option", "precision=fp8"]
     refused = invoke(llama, *METHOD, *given, "--out", tmp_path / "other")
-    assert "precision is fp32 or bf16; got 'fp8'" in str(refused.exception)
+    assert "precision must be fp32 or bf16; got 'fp8'" in str(refused.exception)
     assert not (tmp_path / "other").exists()
 
 
@@ -116,32 +159,32 @@ def test_the_model_that_was_judged_is_the_one_that_was_saved(whole, llama, text)
     results, out = whole
     loaded = AutoModelForCausalLM.from_pretrained(out / "model")
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
-    original = open_model(str(llama), open_config(str(llama)))
+    original = load_model(str(llama), load_config(str(llama)))
     given = calibration(loaded, tokenizer, [text], length=24, batch=4, tokens=2400)
-    again = sq.diagnose(original, loaded, given.judged)
+    again = sq.diagnose(original, loaded, given.evaluation)
     assert again.loss_after == pytest.approx(results.last.loss_after, rel=1e-6)
     assert again.heads == results.last.heads
 
 
-def test_what_judges_is_never_learnt_from(llama, text):
-    model = open_model(str(llama), open_config(str(llama)))
-    found = calibration(model, open_tokenizer(str(llama)), [text], length=24, batch=4, tokens=2400)
+def test_what_measures_is_never_trained_on(llama, text):
+    model = load_model(str(llama), load_config(str(llama)))
+    found = calibration(model, load_tokenizer(str(llama)), [text], length=24, batch=4, tokens=2400)
     rows = {name: [tuple(row.tolist()) for batch in part for row in batch["input_ids"]] for name, part in vars(found).items()}
-    assert len(rows["judged"]) == 10
-    assert len(rows["learnt"]) == 90
-    assert not set(rows["judged"]) & set(rows["learnt"])
-    assert all(row[0] == 1 and 1 not in row[1:] and len(row) == 24 for row in rows["judged"] + rows["learnt"])
-    stream = [number for row in rows["judged"] + rows["learnt"] for number in row[1:]]
-    assert open_tokenizer(str(llama)).decode(stream).startswith("0 1 2 3 4 5 6\n0 2 4 6 8 10 12\n")
+    assert len(rows["evaluation"]) == 10
+    assert len(rows["training"]) == 90
+    assert not set(rows["evaluation"]) & set(rows["training"])
+    assert all(row[0] == 1 and 1 not in row[1:] and len(row) == 24 for row in rows["evaluation"] + rows["training"])
+    stream = [number for row in rows["evaluation"] + rows["training"] for number in row[1:]]
+    assert load_tokenizer(str(llama)).decode(stream).startswith("0 1 2 3 4 5 6\n0 2 4 6 8 10 12\n")
 
 
 def test_an_encoder_reads_lines(bert, text):
-    model = open_model(str(bert), open_config(str(bert)))
-    found = calibration(model, open_tokenizer(str(bert)), [text], batch=4, tokens=2400)
-    ids, mask = (found.judged[0][name] for name in ("input_ids", "attention_mask"))
+    model = load_model(str(bert), load_config(str(bert)))
+    found = calibration(model, load_tokenizer(str(bert)), [text], batch=4, tokens=2400)
+    ids, mask = (found.evaluation[0][name] for name in ("input_ids", "attention_mask"))
     assert torch.equal(mask.bool(), ids != 0)
     assert (ids[:, 0] == 1).all()
-    assert open_tokenizer(str(bert)).decode(ids[0], skip_special_tokens=True) == "0 1 2 3 4 5 6"
+    assert load_tokenizer(str(bert)).decode(ids[0], skip_special_tokens=True) == "0 1 2 3 4 5 6"
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "bart", "t5"])
@@ -206,7 +249,7 @@ def test_an_encoder_decoder(bart, text, tmp_path, cross):
 
 def test_ctrl_c_anywhere_loses_nothing(whole, llama, text, tmp_path):
     results, finished = whole
-    asked = plan(llama, text, repair=STAGES, keep=1)
+    asked = plan(llama, text, STAGES, keep=1)
     seen = []
     parts = ("loading", "diagnosing, naive", "keep search", *(f"{stage}, step 3" for stage in STAGES), "diagnosing, lora")
     for part in parts:
@@ -229,25 +272,25 @@ def test_ctrl_c_anywhere_loses_nothing(whole, llama, text, tmp_path):
     assert steps == [f" step {i}" for i in range(1, 7)], "no step is made twice"
 
 
-def test_an_unfinished_conversion_is_gone_on_with_only_if_asked(llama, text, tmp_path):
+def test_an_unfinished_conversion_is_resumed_only_if_asked(llama, text, tmp_path):
     def interrupt(progress):
         if progress.message.startswith("transfer, step"):
             signal.raise_signal(signal.SIGINT)
 
-    asked = plan(llama, text, repair=("transfer",))
+    asked = plan(llama, text, ("transfer",))
     with pytest.raises(KeyboardInterrupt):
         run(asked, tmp_path, on_progress=interrupt)
-    with pytest.raises(sq.SubquadError, match=r"is not finished\. Go on with --resume"):
+    with pytest.raises(sq.SubquadError, match=r"is not finished\. Resume it with --resume"):
         run(asked, tmp_path)
     with pytest.raises(sq.SubquadError, match=r"another conversion \(seed: 0 there, 1 here\)"):
-        run(plan(llama, text, repair=("transfer",), seed=1), tmp_path, resume=True)
+        run(plan(llama, text, ("transfer",), seed=1), tmp_path, resume=True)
     assert run(plan(llama, text, seed=1), tmp_path, fresh=True).is_saved
     assert not (tmp_path / "repair" / "transfer.pt").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(llama, text, tmp_path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(sq.SubquadError, match="of no conversion"):
+    with pytest.raises(sq.SubquadError, match="does not belong to a conversion"):
         run(plan(llama, text), tmp_path, fresh=True)
     assert (tmp_path / "model").exists()
     (tmp_path / "model").rmdir()
@@ -284,7 +327,7 @@ def test_without_text_it_is_only_converted(bert, tmp_path):
     assert done.exit_code == 0
     assert "BertModel with linear in 1 of its 3 attention modules. Nothing was measured" in done.stdout
     model = AutoModel.from_pretrained(tmp_path / "model")
-    assert model.encoder.layer[0].attention.self.subquad.config == sq.Linear()
+    assert model.encoder.layer[0].attention.self.subquad.method == sq.Linear()
     assert load(tmp_path / "results.json").diagnoses == {}
 
 
@@ -299,19 +342,19 @@ def test_an_encoder_is_repaired_by_its_states(bert, text, tmp_path):
     assert results.stages["lora"].best[1] < results.stages["lora"].losses[0][1]
 
 
-def test_ctrl_c_says_how_to_go_on(llama, text, tmp_path, monkeypatch):
-    show = cli_parts.Bar.show
+def test_ctrl_c_says_how_to_resume(llama, text, tmp_path, monkeypatch):
+    show = terminal.Bar.show
 
-    def interrupt(self, doing, share, left):
-        show(self, doing, share, left)
-        if doing.startswith("transfer, step 2"):
+    def interrupt(self, progress):
+        show(self, progress)
+        if progress.message.startswith("transfer, step 2"):
             signal.raise_signal(signal.SIGINT)
 
     line = [llama, *METHOD, "--text", text, *small("transfer"), "--out", tmp_path]
-    monkeypatch.setattr(cli_parts.Bar, "show", interrupt)
+    monkeypatch.setattr(terminal.Bar, "show", interrupt)
     stopped = invoke(*line)
     assert stopped.exit_code == 130
-    assert "the same command with --resume goes on" in " ".join(stopped.stderr.split())
+    assert "the same command with --resume continues" in " ".join(stopped.stderr.split())
     monkeypatch.undo()
     assert invoke(*line, "--resume").exit_code == 0
     assert load(tmp_path / "results.json").stages["transfer"].step == 6
@@ -325,7 +368,7 @@ def places(llama, text, tmp_path):
     (tmp_path / "broken" / "config.json").write_text("{}")
     config = json.loads((llama / "config.json").read_text())
     for name, more in {
-        "quantised": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantized": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         "weightless": {},
     }.items():
         (tmp_path / name).mkdir()
@@ -346,62 +389,121 @@ def places(llama, text, tmp_path):
         ("HERE/nowhere --method linear", "there is no folder HERE/nowhere"),
         ("HERE/empty --method linear", "does not hold a Hugging Face model: it has no config.json"),
         ("HERE/broken --method linear", "does not hold a Hugging Face model: Unrecognized model"),
-        ("HERE/weightless --method linear", "does not load: "),
-        ("HERE/quantised --method linear", "is quantised"),
+        ("HERE/weightless --method linear", "cannot be loaded: "),
+        ("HERE/quantized --method linear", "is quantized"),
         ("LLAMA --method linear --gguf a.gguf", "it has no a.gguf"),
         ("LLAMA --method lineer", "no method is called 'lineer'; did you mean 'linear'"),
         ("LLAMA --method hybrid --option widow=3", "has no option 'widow'; did you mean 'window'"),
-        ("LLAMA --method nystrom", "these layers cannot take nystrom, and nothing was converted"),
-        ("LLAMA --method linear --layers 7", "layers 0 to 2, which the model has; got 7"),
-        ("LLAMA --method linear --layers some", "--layers is all, every 2, or numbers of layers such as 0,3,5; got 'some'"),
-        ("LLAMA --method linear --keep-softmax 0,1,2", "nothing is left to convert"),
-        ("LLAMA --method linear --dtype int8", "dtype is one of float32"),
+        ("LLAMA --method nystrom", "these layers cannot use nystrom, and nothing was converted"),
+        ("LLAMA --method linear --layers 7", "numbers of layers that the model has, 0 to 2; got 7"),
+        ("LLAMA --method linear --layers some", "--layers must be all, every 2, or layer numbers such as 0,3,5; got 'some'"),
+        ("LLAMA --method linear --keep-softmax 0,1,2", "no layer is left to convert"),
+        ("LLAMA --method linear --dtype int8", "dtype must be one of float32"),
         ("LLAMA --method linear --report", "the page shows what a conversion has lost, measured on text; got none"),
-        ("LLAMA --method linear --repair lora", "learn from calibration text; got none"),
-        ("LLAMA --method linear --keep 1", "learn from calibration text; got none"),
-        ("LLAMA --method linear --text HERE/short.txt", "at least 4 sequences with 64 tokens; the text has 0"),
+        ("LLAMA --method linear --repair lora", "need calibration text; got none"),
+        ("LLAMA --method linear --keep 1", "need calibration text; got none"),
+        ("LLAMA --method linear --text HERE/short.txt", "at least 4 sequences and 64 tokens; the text has 0"),
         ("LLAMA --method linear --text HERE/few.txt --length 24 --repair lora", "at least two batches of 8 sequences"),
         ("LLAMA --method linear --text HERE/none.txt", "there is no file HERE/none.txt"),
-        ("LLAMA --method linear --resume --fresh", "--resume goes on, and --fresh starts over; got both"),
+        ("LLAMA --method linear --resume --fresh", "--resume continues a conversion, and --fresh starts over; got both"),
         ("LLAMA --method linear --text HERE/damaged.txt.xz", "damaged.txt.xz cannot be read"),
-        ("LLAMA --method linear --text HERE/bytes.txt", "calibration text is UTF-8; got HERE/bytes.txt"),
-        ("LLAMA --method linear --text HERE", "calibration text is a file, plain or .xz or .gz; got the folder HERE"),
-        ("HERE/holed --method linear", "the weights in HERE/holed are not those of LlamaForCausalLM"),
+        ("LLAMA --method linear --text HERE/bytes.txt", "calibration text must be UTF-8; got HERE/bytes.txt"),
+        ("LLAMA --method linear --text HERE", "calibration text must be a file, plain, .xz or .gz; got the folder HERE"),
+        ("HERE/holed --method linear", "the weights in HERE/holed do not fit LlamaForCausalLM"),
         ("LLAMA --method linear --text TEXT --repair lora --dtype float16", "float32, bfloat16 or float64; got float16"),
         ("LLAMA --method linear --seed 99999999999999999999", "seed must be a whole number from 0 to 2^31 - 1; got 9999"),
-        ("LLAMA --method linear --text TEXT --repair lora --lora-lr 0", "lr is a finite number above 0; got 0.0"),
+        ("LLAMA --method linear --text TEXT --repair lora --repair-option lr=0", "lr must be a finite number above 0; got 0.0"),
         (
-            "LLAMA --method linear --text TEXT --repair align --align-steps 0",
+            "LLAMA --method linear --text TEXT --repair align --repair-option align.steps=0",
             "align: steps must be a whole number of at least 1",
         ),
-        ("LLAMA --method hybrid --text TEXT --repair transfer --transfer-lr nan", "lr is a finite number above 0; got nan"),
-        ("LLAMA --method linear --text TEXT --length 100", f"as many as the model was made for, {CONTEXT}; got 100"),
-        ("LLAMA --method linear --text TEXT --repair lora,transfer", "any of them, once, in that order; got lora, transfer"),
-        ("LLAMA --method performer --text TEXT --repair transfer", "performer learns nothing. Leave transfer out"),
-        ("LLAMA --method softmax --text TEXT --repair transfer", "softmax learns nothing. Leave transfer out"),
-        ("LLAMA --method softmax --text TEXT --repair align", "attention that is not softmax, and all of this model's is"),
-        ("LLAMA --method linear --text TEXT --repair align --rank 1000", "rank of a change is at most 24, the whole of the"),
-        ("LLAMA --method linear --text TEXT --repair lora --loss other", "one of language, distil, embedding; got 'other'"),
-        ("LLAMA --method linear --text TEXT --repair lora --lora-steps 0", "lora: steps must be a whole number of at"),
-        ("LLAMA --method linear --text TEXT --repair lora --minutes 0", "minutes are above 0"),
+        (
+            "LLAMA --method hybrid --text TEXT --repair transfer --repair-option transfer.lr=nan",
+            "transfer: lr must be a finite number above 0; got nan",
+        ),
+        ("LLAMA --method linear --text TEXT --length 100", f"from 2 to the context of the model, {CONTEXT}; got 100"),
+        ("LLAMA --method linear --text TEXT --repair lora,transfer", "each once, in that order; got lora, transfer"),
+        ("LLAMA --method performer --text TEXT --repair transfer", "performer has none. Leave transfer out"),
+        ("LLAMA --method softmax --text TEXT --repair transfer", "softmax has none. Leave transfer out"),
+        ("LLAMA --method softmax --text TEXT --repair align", "not softmax, and all attention of this model is softmax"),
+        (
+            "LLAMA --method linear --text TEXT --repair align --repair-option rank=1000",
+            "rank of a change must be at most 24, the full rank of the largest map",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option loss=other",
+            "must be one of language, distil, embedding; got 'other'",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option lora.steps=0",
+            "lora: steps must be a whole number of at",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option minutes=0",
+            "minutes must be a number above 0; got 0.0",
+        ),
+        ("LLAMA --method linear --text TEXT --repair lora --repair-option rank=0", "lora: rank must be a whole number of at"),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option targets=heads",
+            "lora: the targets of low-rank changes must be one of attention, all; got 'heads'",
+        ),
         ("LLAMA --method linear --text TEXT --keep 3", "between 1 and 2 of the 3 converted layers"),
         ("LLAMA --method linear --text TEXT --batch 0", "batch must be a whole number of at least 1"),
-        ("LLAMA --method linear --tokens 500 --batch 2", "--batch, --tokens: of calibration text, and there is none"),
         (
-            "LLAMA --method linear --align-steps 5",
-            "--align-steps is read by align, and there is no such stage in this repair (none)",
+            "LLAMA --method linear --tokens 500 --batch 2",
+            "--batch, --tokens: these are options of calibration text; got no text",
         ),
         (
-            "LLAMA --method hybrid --text TEXT --repair transfer --rank 4",
-            "--rank is read by align and lora, and there is no such",
+            "LLAMA --method linear --repair-option align.steps=5",
+            "--repair-option align.steps is for align, and --repair has no such stage (none)",
         ),
         (
-            "LLAMA --method linear --text TEXT --repair align --loss distil",
-            "--loss is read by lora, and there is no such stage",
+            "LLAMA --method linear --text TEXT --repair lora --repair-option align.steps=5",
+            "--repair-option align.steps is for align, and --repair has no such stage (lora)",
         ),
         (
-            "LLAMA --method linear --text TEXT --minutes 5",
-            "--minutes is read by transfer and align and lora, and there is no such",
+            "LLAMA --method hybrid --text TEXT --repair transfer --repair-option rank=4",
+            "--repair-option rank is for align and lora, and --repair has no such stage (transfer)",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair align --repair-option loss=distil",
+            "--repair-option loss is for lora, and --repair has no such stage (align)",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair-option minutes=5",
+            "--repair-option minutes is for transfer and align and lora, and --repair has no such stage (none)",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option stps=5",
+            "the repair has no option 'stps'; did you mean 'steps' or 'loss'? Options: steps, lr, minutes, precision, rank, targets, loss",
+        ),
+        (
+            "LLAMA --method hybrid --text TEXT --repair transfer --repair-option transfer.rank=5",
+            "the stage transfer has no option 'rank'",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option lara.rank=5",
+            "there is no stage 'lara'; did you mean 'lora'?",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option lora.steps=many",
+            "--repair-option lora.steps must be a whole number; got 'many'",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option steps=1.5",
+            "--repair-option steps must be a whole number; got '1.5'",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option lr=fast",
+            "--repair-option lr must be a number; got 'fast'",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option steps",
+            "got 'steps'. Write it as --repair-option lora.steps=500",
+        ),
+        (
+            "LLAMA --method linear --text TEXT --repair lora --repair-option steps=1 --repair-option steps=2",
+            "got 'steps=2'. Write it as --repair-option lora.steps=500",
         ),
     ],
 )
@@ -425,17 +527,17 @@ def test_what_cannot_be_converted(whole, llama, text, tmp_path):
     assert "is converted already" in str(done.exception)
     MambaModel(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, state_size=2)).save_pretrained(tmp_path / "mamba")
     done = invoke(tmp_path / "mamba", "--method", "linear", "--out", tmp_path / "out")
-    assert "has no layer whose attention goes through" in str(done.exception)
+    assert "has no attention that goes through" in str(done.exception)
     AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path / "dumb")
     done = invoke(tmp_path / "dumb", "--method", "linear", "--text", text, "--out", tmp_path / "out")
-    assert "no tokenizer loads from" in str(done.exception)
+    assert "no tokenizer can be loaded from" in str(done.exception)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_name_that_the_hub_does_not_give(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     done = invoke("nobody/no-such-model", "--method", "linear", "--out", tmp_path / "out")
-    assert str(done.exception).startswith("there is no folder nobody/no-such-model here, and as a name on the hub ")
+    assert str(done.exception).startswith("there is no folder nobody/no-such-model, and as a name on the hub ")
     assert not (tmp_path / "out").exists()
 
 

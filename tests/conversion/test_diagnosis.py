@@ -72,7 +72,7 @@ def test_it_is_refused_on_too_little_or_on_another_pair():
         sq.diagnose(original, original, given)
     with pytest.raises(sq.InputError, match="copy=True"):
         sq.diagnose(converted, converted, given)
-    with pytest.raises(sq.InputError, match="not the same architecture"):
+    with pytest.raises(sq.InputError, match="must have the same architecture"):
         sq.diagnose(families.model("bert"), converted, given)
 
 
@@ -81,5 +81,5 @@ def test_it_is_refused_on_too_little_or_on_another_pair():
 )
 def test_it_is_refused_what_no_model_reads(batches):
     original = families.model("llama")
-    with pytest.raises(sq.InputError, match="batches are inputs of the model"):
+    with pytest.raises(sq.InputError, match="batches must be inputs of the model"):
         sq.diagnose(original, sq.convert(original, "linear", copy=True), batches)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import subquad as sq
 from subquad.cli import app
-from subquad.conversion.generation import Streamer, Writer, state_bytes
+from subquad.conversion.generation import Streamer, TextGenerator, state_bytes
 from subquad.tasks import TASKS
 from tests.conversion.conftest import CONTEXT, saved
 
@@ -49,33 +49,33 @@ def test_it_is_what_generate_gives(kind, request):
     assert done.exit_code == 0, done.exception
     assert done.stdout == tokenizer.decode(found, skip_special_tokens=True) + "\n"
     assert f"{len(found)} tokens, " in done.stderr
-    assert "a second, a state of" in done.stderr
+    assert "per second, a cache of" in done.stderr
     assert invoke(folder, PROMPT, "--max-new-tokens", 9, "--stream").stdout == done.stdout
     for end in ("", "\n"):
         assert invoke(folder, "-", "--max-new-tokens", 9, input=PROMPT + end).stdout == done.stdout
 
 
 def test_the_start_of_an_answer_is_not_counted(t5):
-    written = Writer.open(str(t5)).write(PROMPT, max_new_tokens=5)
-    assert 1 <= written.tokens <= 5
+    generated = TextGenerator.load(str(t5)).generate(PROMPT, max_new_tokens=5)
+    assert 1 <= generated.tokens <= 5
 
 
 @pytest.mark.parametrize("method", ["linear", "softmax"])
 def test_a_model_of_recall_writes_no_text(method, tmp_path):
     task = TASKS["recall"]()
     task.model(method, replace(task.info.defaults, layers=1, dim=16, heads=2)).save_pretrained(tmp_path)
-    with pytest.raises(sq.InputError, match="SubquadForRecall has no head that writes text"):
-        Writer.open(str(tmp_path))
+    with pytest.raises(sq.InputError, match="SubquadForRecall has no head that generates text"):
+        TextGenerator.load(str(tmp_path))
 
 
 def test_text_comes_as_it_is_written(llama):
-    writer, pieces = Writer.open(str(llama)), []
-    written = writer.write(PROMPT, max_new_tokens=30, temperature=1.0, tell=pieces.append)
-    assert "".join(pieces) == written.text
+    generator, pieces = TextGenerator.load(str(llama)), []
+    generated = generator.generate(PROMPT, max_new_tokens=30, temperature=1.0, on_text=pieces.append)
+    assert "".join(pieces) == generated.text
     assert len(pieces) > 10
-    euros = torch.tensor([[7], *([number] for number in writer.tokenizer("x€ y€", add_special_tokens=False)["input_ids"])])
+    euros = torch.tensor([[7], *([number] for number in generator.tokenizer("x€ y€", add_special_tokens=False)["input_ids"])])
     pieces.clear()
-    streamer = Streamer(writer.tokenizer, pieces.append, has_prompt=True)
+    streamer = Streamer(generator.tokenizer, pieces.append, has_prompt=True)
     for ids in euros:
         streamer.put(ids)
     streamer.end()
@@ -83,14 +83,14 @@ def test_text_comes_as_it_is_written(llama):
 
 
 def test_sampling_follows_the_seed(converted):
-    writer = Writer.open(str(converted))
-    texts = [writer.write(PROMPT, temperature=2.0, top_p=0.9, max_new_tokens=12, seed=seed).text for seed in (1, 1, 2)]
+    generator = TextGenerator.load(str(converted))
+    texts = [generator.generate(PROMPT, temperature=2.0, top_p=0.9, max_new_tokens=12, seed=seed).text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_the_state_of_a_converted_model_does_not_grow(converted, llama):
     held = {
-        name: [Writer.open(str(folder)).write(PROMPT, max_new_tokens=count).state_bytes for count in (5, 30)]
+        name: [TextGenerator.load(str(folder)).generate(PROMPT, max_new_tokens=count).state_bytes for count in (5, 30)]
         for name, folder in {"converted": converted, "ordinary": llama}.items()
     }
     assert held["converted"][0] == held["converted"][1]
@@ -104,19 +104,19 @@ def test_bytes(trained, tmp_path):
     assert "5 tokens" in done.stderr
     model = AutoModelForCausalLM.from_pretrained(trained)
     ids = torch.tensor([list(b"import os\n")])
-    assert Writer.open(str(trained)).write("import os\n", max_new_tokens=5).text == bytes(
+    assert TextGenerator.load(str(trained)).generate("import os\n", max_new_tokens=5).text == bytes(
         model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :].tolist()
     ).decode(errors="replace")
     model.config.tokenizer_class = None
     model.save_pretrained(tmp_path)
     said = str(invoke(tmp_path, "import").exception)
-    assert f"no tokenizer loads from {tmp_path}: " in said
-    assert said.endswith("If the model's tokens are bytes, say --bytes.")
+    assert f"no tokenizer can be loaded from {tmp_path}: " in said
+    assert said.endswith("If the model's tokens are bytes, pass --bytes.")
     assert invoke(tmp_path, "import os\n", "--bytes", "--max-new-tokens", 5).stdout == done.stdout
 
 
 def test_tokens_that_are_no_bytes(llama):
-    assert "a byte has 256 values; got a model of 259 tokens" in str(invoke(llama, "0 1", "--bytes").exception)
+    assert "a model of bytes has at most 256 tokens; got a model of 259" in str(invoke(llama, "0 1", "--bytes").exception)
 
 
 @pytest.mark.parametrize("kind", ["llama", "converted"])
@@ -127,7 +127,7 @@ def test_the_context_ends_the_text_unless_more_is_allowed(kind, request):
     assert written < CONTEXT
     assert ("the context is full" in done.stderr) == (written == CONTEXT - len(PROMPT) - 1)
     long = "x" * (CONTEXT + 3)
-    assert f"the prompt has {CONTEXT + 4} tokens, and this model was made for {CONTEXT}" in str(invoke(folder, long).exception)
+    assert f"context of this model, {CONTEXT} tokens; got a prompt of {CONTEXT + 4}" in str(invoke(folder, long).exception)
     assert invoke(folder, long, "--beyond-context", "--max-new-tokens", 4).exit_code == 0
 
 
@@ -138,16 +138,16 @@ def test_positions_that_end(tmp_path):
 
 
 def test_ctrl_c_ends_the_text(converted, monkeypatch):
-    writer = Writer.open(str(converted))
+    generator = TextGenerator.load(str(converted))
     asked = []
-    assert writer.write(PROMPT, max_new_tokens=30, is_stopping=lambda: asked.append(0) or len(asked) == 3).tokens == 3
+    assert generator.generate(PROMPT, max_new_tokens=30, is_stopping=lambda: asked.append(0) or len(asked) == 3).tokens == 3
 
     def interrupted(self, *args, **more):
         signal.raise_signal(signal.SIGINT)
-        return write(self, *args, **more)
+        return generate(self, *args, **more)
 
-    write = Writer.write
-    monkeypatch.setattr(Writer, "write", interrupted)
+    generate = TextGenerator.generate
+    monkeypatch.setattr(TextGenerator, "generate", interrupted)
     stopped = invoke(converted, PROMPT, "--max-new-tokens", 30)
     assert stopped.exit_code == 130
     assert stopped.stderr.startswith("1 token, ")
@@ -155,8 +155,8 @@ def test_ctrl_c_ends_the_text(converted, monkeypatch):
 
 def test_refusals(bert, llama, tmp_path):
     assert "there is no folder" in str(invoke(tmp_path / "none", "a").exception)
-    assert "BertModel has no head that writes text" in str(invoke(bert, "a").exception)
+    assert "BertModel has no head that generates text" in str(invoke(bert, "a").exception)
     assert "seed must be a whole number from 0" in str(invoke(llama, "a", "--seed", "-1").exception)
     assert "above 0 and at most 1" in str(invoke(llama, "a", "--top-p", "1.5").exception)
-    assert "a temperature is above 0" in str(invoke(llama, "a", "--temperature", "0").exception)
+    assert "temperature must be above 0" in str(invoke(llama, "a", "--temperature", "0").exception)
     assert invoke(llama, "a", "--max-new-tokens", "0").exit_code == 2

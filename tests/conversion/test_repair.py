@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 import subquad as sq
 from subquad.conversion import Schedule, align, finetune, keep_softmax, transfer
-from subquad.conversion.activations import watchable
-from subquad.conversion.repair import by_rows, keep
+from subquad.conversion.activations import recordable
+from subquad.conversion.repair import chunked_loss, keep_search
 from subquad.conversion.repair.alignment import Align
 from tests.conversion import families
 
@@ -72,11 +72,11 @@ def test_what_gives_the_same_is_aligned(name, targets):
         converted = sq.convert(original, sq.Local(window=64), copy=True)
     except sq.UnsupportedError as error:
         pytest.skip(str(error))
-    with watchable(original) as teacher:
+    with recordable(original) as teacher:
         stage = Align(teacher, converted, targets=targets)
         stage.train(True)
         loss = stage.loss(families.inputs(name))
-        assert len(stage.places) == sum(found["name"] != "softmax" for found in converted.config.subquad["sites"].values())
+        assert len(stage.targets) == sum(found["name"] != "softmax" for found in converted.config.subquad["sites"].values())
         assert loss < 1e-10
         with torch.no_grad():
             for key, weight in stage.parameters().items():
@@ -118,10 +118,10 @@ def test_mixed_precision_learns_as_much_within_rounding(stage, batches):
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "divergence"])
 @pytest.mark.parametrize("rows", [1, 4, 11, 100])
-def test_the_loss_by_rows_is_the_loss_of_all_rows(rows, kind, monkeypatch):
+def test_the_loss_in_chunks_is_the_loss_of_all_rows(rows, kind, monkeypatch):
     torch.manual_seed(0)
     weight, words, others = torch.randn(7, 13), torch.randint(13, (11,)), torch.randn(11, 7)
-    monkeypatch.setattr(by_rows, "_PIECE", 13 * rows)
+    monkeypatch.setattr(chunked_loss, "_CHUNK", 13 * rows)
     seen = []
 
     def head(states):
@@ -130,17 +130,17 @@ def test_the_loss_by_rows_is_the_loss_of_all_rows(rows, kind, monkeypatch):
 
     states = torch.randn(11, 7, requires_grad=True)
     if kind == "cross_entropy":
-        loss, whole = by_rows.cross_entropy(words), F.cross_entropy(states @ weight, words)
+        loss, whole = chunked_loss.cross_entropy(words), F.cross_entropy(states @ weight, words)
     else:
-        loss, q = by_rows.divergence(others, head), (states @ weight).log_softmax(-1)
+        loss, q = chunked_loss.divergence(others, head), (states @ weight).log_softmax(-1)
         whole = F.kl_div(q, (others @ weight).log_softmax(-1), reduction="batchmean", log_target=True)
     expected = torch.autograd.grad(3 * whole, states)[0]
-    found = by_rows.mean_loss(states, head, 13, loss)
+    found = chunked_loss.mean_loss(states, head, 13, loss)
     assert max(seen) == min(rows, 11)
     assert torch.allclose(found, whole)
     assert torch.allclose(torch.autograd.grad(3 * found, states)[0], expected, atol=1e-7)
     with torch.no_grad():
-        assert torch.allclose(by_rows.mean_loss(states, head, 13, loss), whole)
+        assert torch.allclose(chunked_loss.mean_loss(states, head, 13, loss), whole)
 
 
 @pytest.mark.parametrize("targets", ["attention", "all"])
@@ -180,14 +180,14 @@ def test_a_repair_with_other_settings_does_not_go_on(batches, tmp_path):
     with pytest.raises(sq.InputError, match="other settings"):
         transfer(original, converted, batches, replace(SHORT, lr=0.1), folder=tmp_path)
     (tmp_path / "transfer.pt").write_bytes(b"nothing")
-    with pytest.raises(sq.InputError, match="cannot be read"):
+    with pytest.raises(sq.InputError, match="is not a readable checkpoint"):
         transfer(original, converted, batches, SHORT, folder=tmp_path)
 
 
 def test_it_stops_early_and_keeps_the_best(batches):
     original, converted = pair()
     progress = transfer(original, converted, batches, Schedule(steps=500, lr=30.0, every=1, patience=3, held_out=0.2))
-    assert progress.ended.startswith("no better for 3 looks")
+    assert progress.ended.startswith("no better loss in 3 evaluations")
     assert progress.step < 500
     again = transfer(original, converted, batches, replace(SHORT, steps=1))
     assert again.losses[0][1] == pytest.approx(progress.best[1], rel=1e-6)
@@ -196,7 +196,7 @@ def test_it_stops_early_and_keeps_the_best(batches):
 def test_minutes(batches):
     original, converted = pair()
     progress = transfer(original, converted, batches, replace(SHORT, minutes=1e-9))
-    assert (progress.step, progress.ended) == (1, "1e-09 minutes are over")
+    assert (progress.step, progress.ended) == (1, "1e-09 minutes have passed")
 
 
 def test_keep_search_takes_the_best_layer_each_time(batches):
@@ -207,7 +207,7 @@ def test_keep_search_takes_the_best_layer_each_time(batches):
     assert found.layers[0] == min(first, key=first.get)
     assert found.losses[1] == first[found.layers[0]]
     assert found.losses[-1] == min(loss for kept, _, loss in found.tried if kept == 1)
-    kinds = {i: layer.self_attn.subquad.config for i, layer in enumerate(converted.model.layers)}
+    kinds = {i: layer.self_attn.subquad.method for i, layer in enumerate(converted.model.layers)}
     assert {layer for layer, kind in kinds.items() if kind == sq.Softmax()} == set(found.layers)
     again = sq.convert(original, sq.Local(window=1), copy=True, keep_softmax=found.layers)
     assert again.config.subquad == converted.config.subquad
@@ -225,7 +225,7 @@ def test_an_interrupted_keep_search_leaves_every_mechanism(batches, monkeypatch)
         except StopIteration:
             raise KeyboardInterrupt from None
 
-    monkeypatch.setattr(keep, "_loss", interrupted)
+    monkeypatch.setattr(keep_search, "_loss", interrupted)
     with pytest.raises(KeyboardInterrupt):
         keep_softmax(original, converted, batches, 1)
     assert torch.equal(families.outputs(converted, batches[0]), before)
@@ -233,7 +233,7 @@ def test_an_interrupted_keep_search_leaves_every_mechanism(batches, monkeypatch)
 
 def test_refusals(batches):
     original, converted = pair("llama", "performer")
-    with pytest.raises(sq.UnsupportedError, match="performer learns nothing"):
+    with pytest.raises(sq.UnsupportedError, match="performer has none"):
         transfer(original, converted, batches, SHORT)
     with pytest.raises(sq.InputError, match="between 1 and 2 of the 3"):
         keep_softmax(original, converted, batches, 3)
@@ -241,23 +241,23 @@ def test_refusals(batches):
         finetune(original, converted, [{"input_ids": torch.randint(3, 97, (4, 24))}], SHORT)
     with pytest.raises(sq.InputError, match="at least 64 tokens"):
         finetune(original, converted, [{"input_ids": torch.arange(3, 9)[None]}] * 2, SHORT)
-    with pytest.raises(sq.OptionError, match="one of language, distil, embedding; got 'other'"):
+    with pytest.raises(sq.OptionError, match="must be one of language, distil, embedding; got 'other'"):
         finetune(original, converted, batches, SHORT, loss="other")
-    with pytest.raises(sq.OptionError, match="one of attention, all; got 'heads'"):
+    with pytest.raises(sq.OptionError, match="must be one of attention, all; got 'heads'"):
         finetune(original, converted, batches, SHORT, targets="heads")
-    with pytest.raises(sq.OptionError, match="rank of a change is at most"):
+    with pytest.raises(sq.OptionError, match="rank of a change must be at most"):
         finetune(original, converted, batches, SHORT, rank=1000)
     with pytest.raises(sq.InputError, match="rank must be a whole number of at least 1; got 0"):
         align(original, converted, batches, SHORT, rank=0)
     same = sq.convert(original, "softmax", copy=True)
-    with pytest.raises(sq.UnsupportedError, match="not softmax, and all of this model's is"):
+    with pytest.raises(sq.UnsupportedError, match="not softmax, and all attention of this model is softmax"):
         align(original, same, batches, SHORT)
     assert not any("lora" in name for name in same.state_dict())
     bert, encoder = pair("bert", "linear")
     with pytest.raises(sq.InputError, match="Use embedding"):
         finetune(bert, encoder, batches, SHORT, loss="language")
     assert not any("lora" in name for name in encoder.state_dict())
-    with pytest.raises(sq.InputError, match=r"is a Schedule, such as Schedule\(steps=300\); got 5"):
+    with pytest.raises(sq.InputError, match=r"must be a Schedule, such as Schedule\(steps=300\); got 5"):
         align(original, converted, batches, 5)
 
 
@@ -268,12 +268,12 @@ def test_refusals(batches):
         ({"steps": "9"}, "steps must be a whole number of at least 1; got '9'"),
         ({"every": 0}, "every must be a whole number of at least 1; got 0"),
         ({"patience": 0.5}, "patience must be a whole number of at least 1; got 0.5"),
-        ({"lr": "0.1"}, "lr is a finite number above 0; got '0.1'"),
-        ({"lr": float("nan")}, "lr is a finite number above 0; got nan"),
-        ({"minutes": -1}, "minutes are above 0; got -1"),
-        ({"held_out": 1}, "held_out is a share from 0 to below 1; got 1"),
+        ({"lr": "0.1"}, "lr must be a finite number above 0; got '0.1'"),
+        ({"lr": float("nan")}, "lr must be a finite number above 0; got nan"),
+        ({"minutes": -1}, "minutes must be a number above 0; got -1"),
+        ({"held_out": 1}, "held_out must be a fraction from 0 to below 1; got 1"),
         ({"seed": 1.5}, "seed must be a whole number from 0"),
-        ({"precision": "fp8"}, "precision is fp32 or bf16; got 'fp8'"),
+        ({"precision": "fp8"}, "precision must be fp32 or bf16; got 'fp8'"),
     ],
 )
 def test_no_schedule(wrong, said):
@@ -281,7 +281,7 @@ def test_no_schedule(wrong, said):
         Schedule(**wrong)
 
 
-def test_a_stage_has_its_own_learning_rate_and_looks(batches):
+def test_a_stage_has_its_own_learning_rate_and_evaluations(batches):
     """Whatever else its schedule says."""
     few = Schedule(steps=1, held_out=0.2)
     found = {}
@@ -290,14 +290,14 @@ def test_a_stage_has_its_own_learning_rate_and_looks(batches):
         found[rank] = [transfer(original, converted, batches, few).lr]
         found[rank] += [stage(original, converted, batches, few, rank=rank).lr for stage in (align, finetune)]
     assert found == {2: [1e-2, 1e-3, 1e-3], 8: [1e-2, 1e-3, 1e-3], 16: [1e-2, 1e-3, 5e-4]}
-    assert [Schedule(steps=steps).looks_every for steps in (1, 12, 299, 300, 5000)] == [1, 2, 49, 50, 50]
+    assert [Schedule(steps=steps).evaluate_every for steps in (1, 12, 299, 300, 5000)] == [1, 2, 49, 50, 50]
 
 
 def test_what_gained_nothing_says_so(batches):
     original, converted = pair()
     before = weights(converted)
     progress = transfer(original, converted, iter(batches), replace(SHORT, lr=30.0))
-    assert progress.ended == "all steps are done; nothing was gained, the weights are those of before"
+    assert progress.ended == "all steps are done; nothing was gained, so the weights are unchanged"
     assert all(torch.equal(value, before[key]) for key, value in weights(converted).items())
     assert all(weight.grad is None for weight in converted.parameters())
 

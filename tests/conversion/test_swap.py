@@ -5,7 +5,7 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import subquad as sq
-from subquad.conversion.sites import sites
+from subquad.models.converted.sites import sites
 from tests.conversion import families
 
 
@@ -96,14 +96,14 @@ def test_parameters_are_trained():
 )
 def test_which_layers(options, converted):
     model = sq.convert(families.model("llama"), "linear", **options)
-    kinds = [layer.self_attn.subquad.config for layer in model.model.layers]
+    kinds = [layer.self_attn.subquad.method for layer in model.model.layers]
     assert [i for i, kind in enumerate(kinds) if kind == sq.Linear()] == converted
     assert all(kind == sq.Softmax() for i, kind in enumerate(kinds) if i not in converted)
 
 
 def test_cross_attention_is_left_alone_unless_asked_for():
     def kinds(model):
-        return {(site.is_cross, type(site.module.subquad.config)) for site in sites(model)}
+        return {(site.is_cross, type(site.module.subquad.method)) for site in sites(model)}
 
     assert kinds(sq.convert(families.model("bart"), "linear")) == {(False, sq.Linear), (True, sq.Softmax)}
     assert kinds(sq.convert(families.model("bart"), "linear", self_only=False)) == {(False, sq.Linear), (True, sq.Linear)}
@@ -153,7 +153,7 @@ class TestRefusals:
         refused(families.model("t5"), "linear", r"SelfAttention.*bias of relative positions", sq.UnsupportedError)
 
     def test_a_window_of_the_model(self, refused):
-        refused(families.model("mistral with a window"), "linear", "sees 7 tokens back", sq.UnsupportedError)
+        refused(families.model("mistral with a window"), "linear", "sliding window of 7 tokens", sq.UnsupportedError)
 
     def test_one_tensor_for_queries_and_keys(self, refused):
         refused(families.model("bert"), sq.Reformer(), "shared_qk=False", sq.UnsupportedError)
@@ -161,12 +161,12 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"layers": [7]}, "layers 0 to 2"),
-            ({"layers": [True]}, "layers 0 to 2"),
+            ({"layers": [7]}, "layers must be numbers of layers that the model has, 0 to 2"),
+            ({"layers": [True]}, "layers must be numbers of layers that the model has, 0 to 2"),
             ({"layers": "some"}, "every 2"),
             ({"layers": "every 0"}, "every 2"),
-            ({"keep_softmax": [0, 1, 2]}, "nothing is left"),
-            ({"keep_softmax": [3]}, "keep_softmax names layers 0 to 2"),
+            ({"keep_softmax": [0, 1, 2]}, "no layer is left"),
+            ({"keep_softmax": [3]}, "keep_softmax must be numbers of layers that the model has, 0 to 2"),
         ],
     )
     def test_unknown_layers(self, refused, options, match):
@@ -190,30 +190,30 @@ class TestRefusals:
         model = sq.convert(families.model("bert"), "linear")
         with pytest.raises(sq.InputError, match="converted already"):
             sq.convert(model, "performer")
-        assert model.encoder.layer[0].attention.self.subquad.config == sq.Linear()
+        assert model.encoder.layer[0].attention.self.subquad.method == sq.Linear()
 
-    def test_a_quantised_model(self, refused):
+    def test_a_quantized_model(self, refused):
         model = families.model("llama")
         projection = model.model.layers[1].self_attn.q_proj
         projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
-        refused(model, "linear", "quantised", sq.UnsupportedError)
+        refused(model, "linear", "quantized", sq.UnsupportedError)
 
     @pytest.mark.parametrize("layers", [1, None, 2.5])
     def test_layers_that_are_no_list(self, layers):
-        with pytest.raises(sq.OptionError, match="layers is a list of numbers of layers; got"):
+        with pytest.raises(sq.OptionError, match="layers must be a list of layer numbers; got"):
             sq.convert(families.model("llama"), "linear", layers=layers)
 
     def test_another_attention(self):
         model, given = sq.convert(families.model("llama"), "linear"), families.inputs("llama")
         before = families.outputs(model, given)
-        with pytest.raises(sq.InputError, match=r"its mechanisms; got 'eager'\. subquad\.revert"):
+        with pytest.raises(sq.InputError, match=r"its mechanisms; got attn_implementation='eager'\. Call subquad\.revert"):
             model.set_attn_implementation("eager")
         assert torch.equal(families.outputs(model, given), before)
         sq.revert(model).set_attn_implementation("eager")
 
     def test_our_own_models(self):
         config = sq.models.SubquadConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-        with pytest.raises(sq.InputError, match="built on subquad"):
+        with pytest.raises(sq.InputError, match="is a subquad model"):
             sq.convert(sq.models.SubquadModel(config), "linear")
 
     def test_revert_without_convert(self):

@@ -28,13 +28,13 @@ from tests.models.small import causal_lm, config, tokens, translator
         ({"hidden_size": 25}, "hidden_size must be a multiple of num_attention_heads unless head_dim is given; got 25 and 3"),
         ({"num_key_value_heads": 2}, "num_key_value_heads must divide num_attention_heads; got 2 and 3"),
         ({"dropout": 1.0}, "dropout must be a probability from 0 to below 1; got 1.0"),
-        ({"position": "sinus"}, "position is one of 'rotary', .*; got 'sinus'; did you mean 'sinusoidal'"),
-        ({"norm": "batch"}, "norm is one of 'layer', 'rms'; got 'batch'"),
-        ({"norm_position": None}, "norm_position is one of 'pre', 'post'; got None"),
-        ({"hidden_act": "swish"}, "hidden_act is one of .*; got 'swish'"),
+        ({"position": "sinus"}, "position must be one of 'rotary', .*; got 'sinus'; did you mean 'sinusoidal'"),
+        ({"norm": "batch"}, "norm must be one of 'layer', 'rms'; got 'batch'"),
+        ({"norm_position": None}, "norm_position must be one of 'pre', 'post'; got None"),
+        ({"hidden_act": "swish"}, "hidden_act must be one of .*; got 'swish'"),
         ({"norm_eps": 0}, "norm_eps must be a finite number above 0; got 0"),
         ({"method": "linaer"}, "no method is called 'linaer'; did you mean 'linear'"),
-        ({"method": ["linear"] * 3}, "method as a list has one entry a layer, 2 of them; got 3"),
+        ({"method": ["linear"] * 3}, "method as a list must have one entry per layer, so 2; got 3"),
         ({"method": "linear, softmax every 4th layer"}, "a step from 1 to the number of layers, 2; got 4"),
         ({"method": "linear, sofmax every 2nd layer"}, "no method is called 'sofmax'"),
         ({"method": {"block": 3}}, "the record of a mechanism must have a name"),
@@ -52,10 +52,10 @@ from tests.models.small import causal_lm, config, tokens, translator
             {"method": "nystrom", "is_encoder_decoder": True},
             "(?s)the decoder's self-attention of layer 0 needs.*Set decoder_method",
         ),
-        ({"method": "linear, softmax every second layer"}, 'as a phrase reads "linear, softmax every 4th layer"; got'),
-        ({"rope_theta": None}, "rope_theta is the base of rotary angles, a number above 1"),
-        ({"rope_theta": 1}, "rope_theta is the base of rotary angles"),
-        ({"attn_implementation": "sdpa"}, "method says how to attend; got attn_implementation='sdpa'"),
+        ({"method": "linear, softmax every second layer"}, 'as a phrase must be like "linear, softmax every 4th layer"; got'),
+        ({"rope_theta": None}, "rope_theta must be a finite number above 1, such as 10000.0; got"),
+        ({"rope_theta": 1}, "rope_theta must be a finite number above 1, such as 10000.0; got"),
+        ({"attn_implementation": "sdpa"}, "the attention of a subquad model is set by method; got attn_implementation='sdpa'"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(fields, said):
@@ -72,7 +72,7 @@ def test_a_config_changed_later_is_refused_by_the_model():
 
 @pytest.mark.parametrize("fields", [{"decoder_method": "linear"}, {"cross_method": "linear"}, {"num_decoder_layers": 3}])
 def test_fields_of_an_encoder_decoder_are_refused_elsewhere(fields):
-    with pytest.raises(sq.OptionError, match=f"{next(iter(fields))} belongs to an encoder-decoder, and this model is none"):
+    with pytest.raises(sq.OptionError, match=f"{next(iter(fields))} is only for encoder-decoders, and this model is not one"):
         SubquadForCausalLM(config(**fields))
 
 
@@ -85,22 +85,24 @@ def test_options_that_are_causal_only_wait_for_the_model():
 
 def test_a_saved_model_keeps_its_direction(tmp_path):
     causal_lm("linear").save_pretrained(tmp_path / "causal")
-    with pytest.raises(sq.InputError, match="reads in both directions; got is_decoder=True"):
+    with pytest.raises(sq.InputError, match="is bidirectional; got is_decoder=True"):
         SubquadForMaskedLM.from_pretrained(tmp_path / "causal")
     SubquadForMaskedLM(config("linear")).save_pretrained(tmp_path / "masked")
-    with pytest.raises(sq.InputError, match="of a bidirectional SubquadForMaskedLM; set is_decoder=True"):
+    with pytest.raises(sq.InputError, match=r"saved by the bidirectional SubquadForMaskedLM\. Set is_decoder=True"):
         SubquadForCausalLM.from_pretrained(tmp_path / "masked")
     SubquadForCausalLM.from_pretrained(tmp_path / "masked", is_decoder=True)
 
 
 def test_a_model_without_a_source_has_no_cross_attention():
-    with pytest.raises(sq.InputError, match="SubquadForCausalLM has no source to attend to; leave add_cross_attention out"):
+    with pytest.raises(
+        sq.InputError, match=r"SubquadForCausalLM has no source to attend to; got add_cross_attention=True\. Leave it out"
+    ):
         SubquadForCausalLM(config(add_cross_attention=True))
 
 
 def test_a_decoder_may_not_see_its_later_queries_through_cross_attention():
     for cross, reason in {
-        "clustered": "would see those after it",
+        "clustered": "would depend on later ones",
         sq.Performer(kind="favor++"): "would depend on later ones",
     }.items():
         with pytest.raises(sq.UnsupportedError, match=f"(?s)cross-attention of layer 0.*{reason}"):
@@ -111,7 +113,7 @@ def test_a_decoder_may_not_see_its_later_queries_through_cross_attention():
 def test_ids_outside_the_vocabulary(bad):
     ids, _ = tokens()
     ids[1, 5] = bad
-    said = f"must lie in the vocabulary, 0 to 52; got {bad} in row 1, place 5"
+    said = f"must lie in the vocabulary, 0 to 52; got {bad} in row 1, column 5"
     with pytest.raises(sq.InputError, match=f"input_ids {said}"):
         causal_lm("linear")(ids)
     with pytest.raises(sq.InputError, match=f"labels {said}"):
@@ -187,37 +189,37 @@ def test_caches_that_do_not_fit():
     model, ids = causal_lm("linear"), tokens()[0]
     with pytest.raises(sq.InputError, match=r"must be a SubquadCache, .* got DynamicCache"):
         model(ids, past_key_values=DynamicCache())
-    with pytest.raises(sq.StateError, match="it has 3, and here are 2"):
+    with pytest.raises(sq.StateError, match="batch size that it has, 3; got 2"):
         model(ids[:2], past_key_values=model(ids).past_key_values)
     with pytest.raises(sq.InputError, match="past_key_values and use_cache=False"):
         model(ids, past_key_values=SubquadCache(model.config), use_cache=False)
     encoder = SubquadModel(config("linear"))
     for options in ({"use_cache": True}, {"past_key_values": SubquadCache(model.config)}):
-        with pytest.raises(sq.InputError, match="a cache belongs to a causal model"):
+        with pytest.raises(sq.InputError, match="only a causal model has a cache"):
             encoder(ids, **options)
     assert encoder(ids).past_key_values is None
 
 
 def test_attention_weights_do_not_exist():
-    with pytest.raises(sq.InputError, match="output_attentions asks for every weight"):
+    with pytest.raises(sq.InputError, match="output_attentions needs the weight of every query and key"):
         causal_lm("linear")(tokens()[0], output_attentions=True)
 
 
 def test_the_source_of_cross_attention():
     ids, mask = tokens()
-    with pytest.raises(sq.InputError, match="has no cross-attention; leave encoder_hidden_states out"):
+    with pytest.raises(sq.InputError, match=r"has no cross-attention; got encoder_hidden_states\. Leave them out"):
         SubquadModel(config())(ids, encoder_hidden_states=torch.zeros(3, 5, 24))
     across = SubquadModel(config(add_cross_attention=True))
-    with pytest.raises(sq.InputError, match="attends to an encoder's output; pass encoder_hidden_states"):
+    with pytest.raises(sq.InputError, match=r"attends to the output of an encoder; got none\. Pass encoder_hidden_states"):
         across(ids)
     with pytest.raises(sq.InputError, match=r"encoder_attention_mask must be .* = \(3, 5\); got \(3, 13\)"):
         across(ids, encoder_hidden_states=torch.zeros(3, 5, 24), encoder_attention_mask=mask)
     model = translator("linear")
-    with pytest.raises(sq.InputError, match="the source came twice"):
+    with pytest.raises(sq.InputError, match="the source must be given once"):
         model(ids, mask, ids, encoder_outputs=model.encoder(ids, mask))
     with pytest.raises(sq.InputError, match="pass exactly one of decoder_input_ids and decoder_inputs_embeds; got neither"):
         model(ids, mask)
-    with pytest.raises(sq.InputError, match="set decoder_start_token_id or bos_token_id"):
+    with pytest.raises(sq.InputError, match="Set decoder_start_token_id or bos_token_id"):
         translator("linear", bos_token_id=None)(ids, mask, labels=ids)
 
 
@@ -226,11 +228,11 @@ def test_another_source_needs_another_cache():
     ids, mask = tokens()
     cache = SubquadCache(model.config)
     model(ids, mask, ids[:, :2], past_key_values=cache)
-    with pytest.raises(sq.InputError, match="has read a source of 13 tokens; got another of 5"):
+    with pytest.raises(sq.InputError, match="holds a source of 13 tokens; got another of 5"):
         model(ids[:, -5:], mask[:, -5:], ids[:, :1], past_key_values=cache)
     with pytest.raises(sq.InputError, match=r"with batch 2; got \(3, 13, 24\)"):
         model(ids, mask, ids[:2])
-    with pytest.raises(sq.InputError, match="encoder_outputs is what the encoder returned; got Tensor"):
+    with pytest.raises(sq.InputError, match="encoder_outputs must be the output of the encoder; got Tensor"):
         model(None, mask, ids, encoder_outputs=torch.zeros(3, 13, 24))
 
 
@@ -238,7 +240,7 @@ def test_another_source_needs_another_cache():
     ("labels", "said"),
     [
         (torch.zeros(3, 12, dtype=torch.int64), r"labels must be \(batch, tokens\) = \(3, 13\); got \(3, 12\)"),
-        (torch.full((3, 13), -1), "got -1 in row 0, place 0. What is not to be predicted is -100"),
+        (torch.full((3, 13), -1), "got -1 in row 0, column 0. Use -100 for tokens that are not predicted"),
         (torch.zeros(3, 13), "labels must be token ids of int32 or int64"),
     ],
 )
@@ -255,7 +257,7 @@ def test_labels_of_int32_are_taken():
 def test_logits_to_keep():
     model, ids = causal_lm("linear"), tokens()[0]
     assert model(ids, logits_to_keep=2).logits.shape == (3, 2, 53)
-    with pytest.raises(sq.InputError, match="logits_to_keep is a whole number, 0 for all; got -1"):
+    with pytest.raises(sq.InputError, match="logits_to_keep must be a whole number, 0 for all; got -1"):
         model(ids, logits_to_keep=-1)
     with pytest.raises(sq.InputError, match="got labels and logits_to_keep"):
         model(ids, labels=ids, logits_to_keep=1)
@@ -272,7 +274,7 @@ def classifier(kind=SubquadForSequenceClassification, **fields):
         (
             {"num_labels": 3},
             torch.tensor([0, 3, 1]),
-            "classes from 0 to 2, or -100 for none; got values from 0 to 3. Set num_labels",
+            "classes from 0 to 2, or -100 to be ignored; got values from 0 to 3. Set num_labels",
         ),
         ({"num_labels": 3}, torch.tensor([0, 1]), r"integer classes, \(3,\); got \(2,\)"),
         ({"num_labels": 3, "problem_type": "single_label_classification"}, torch.zeros(3), "integer classes"),
@@ -302,7 +304,7 @@ def test_a_label_needs_a_token():
     for is_decoder in (False, True):
         with pytest.raises(sq.InputError, match="at least one token; got none"):
             classifier(is_decoder=is_decoder)(tokens()[0][:, :0])
-    with pytest.raises(sq.InputError, match="needs num_labels of at least 1; got 0"):
+    with pytest.raises(sq.InputError, match="num_labels must be at least 1 for SubquadForSequenceClassification; got 0"):
         classifier(num_labels=0)
 
 
@@ -324,9 +326,11 @@ def test_images_that_do_not_fit():
 
 
 def test_models_that_a_config_cannot_give():
-    with pytest.raises(sq.InputError, match="SubquadModel is an encoder or a decoder; this config is of both"):
+    with pytest.raises(
+        sq.InputError, match="SubquadModel is an encoder or a decoder; got a config with is_encoder_decoder=True"
+    ):
         SubquadModel(config(is_encoder_decoder=True))
-    with pytest.raises(sq.InputError, match="SubquadForCausalLM predicts tokens, so it needs a vocab_size; got None"):
+    with pytest.raises(sq.InputError, match="SubquadForCausalLM predicts tokens, so vocab_size must be a number; got None"):
         SubquadForCausalLM(config(vocab_size=None, pad_token_id=None, bos_token_id=None))
     for model in (SubquadModel, SubquadForCausalLM, SubquadForConditionalGeneration, SubquadForImageClassification):
         with pytest.raises(sq.InputError, match=f"{model.__name__} takes a SubquadConfig; got dict"):

@@ -49,7 +49,7 @@ def test_only_what_was_recorded_can_be_removed():
     with pytest.raises(sq.StateError, match="got 1 to remove"):
         cache.crop(-1)
     for wrong in (3, None, 1.5):
-        with pytest.raises(sq.StateError, match="whole number below 0, as in crop"):
+        with pytest.raises(sq.StateError, match="minus the number of tokens to remove, a whole number such as -3"):
             cache.crop(wrong)
     assert cache.get_seq_length() == 26
 
@@ -57,8 +57,8 @@ def test_only_what_was_recorded_can_be_removed():
 def test_nothing_is_recorded_unless_asked_for():
     model = causal_lm("linear")
     cache = fed(model, tokens()[0])
-    assert not cache.layers[0].past._steps
-    assert not cache.position._steps
+    assert not cache.layers[0].past._updates
+    assert not cache.position._updates
 
 
 @every(DECODABLE)
@@ -141,7 +141,7 @@ def test_bytes_are_those_of_the_tensors():
 
 def test_rows_of_the_wrong_kind():
     cache = fed(causal_lm("linear"), tokens()[0])
-    with pytest.raises(sq.InputError, match="rows are named by a tensor of indices"):
+    with pytest.raises(sq.InputError, match="indices must be a tensor of row numbers or a bool tensor"):
         cache.batch_select_indices([1])
     for wrong in (-1, 0, 1.5):
         with pytest.raises(sq.InputError, match="repeats must be a whole number of at least 1"):
@@ -152,5 +152,5 @@ def test_other_models_cannot_use_it():
     cache = SubquadCache(causal_lm("linear").config)
     with pytest.raises(sq.UnsupportedError, match="not another model's keys and values"):
         cache.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
-    with pytest.raises(sq.InputError, match="takes the config of a subquad or a converted model; got int"):
+    with pytest.raises(sq.InputError, match="takes the config of a subquad model or of a converted model; got int"):
         SubquadCache(3)

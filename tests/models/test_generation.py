@@ -150,13 +150,13 @@ def test_going_on_needs_new_tokens():
     model, ids = causal_lm("linear"), tokens()[0]
     for given in (ids, ids[:, :3]):
         cache = model(ids).past_key_values
-        with pytest.raises(sq.InputError, match="the cache holds 13 tokens, and the text has"):
+        with pytest.raises(sq.InputError, match="the cache has 13 tokens, and the text has"):
             generate(model, given, past_key_values=cache)
-    with pytest.raises(sq.InputError, match="assisted decoding begins with an empty cache"):
+    with pytest.raises(sq.InputError, match="assisted decoding starts with an empty cache"):
         generate(
             model, ids[:1], past_key_values=model(ids[:1, :5]).past_key_values, prompt_lookup_num_tokens=2, do_sample=False
         )
-    with pytest.raises(sq.InputError, match="cannot leave out its last layers"):
+    with pytest.raises(sq.InputError, match="cannot assist itself with its first layers"):
         generate(model, ids[:1], assistant_early_exit=1, do_sample=False)
     assert model.config.num_hidden_layers == 2
 

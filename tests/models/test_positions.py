@@ -317,7 +317,7 @@ def test_a_padded_cache_goes_on_without_a_mask_or_refuses(position, method):
     expected, cache = hidden(model, tokens, real), SubquadCache(model.config)
     hidden(model, tokens[:, :9], real[:, :9], past_key_values=cache)
     if position in BIASES:
-        with pytest.raises(sq.InputError, match="the cache has seen pads; pass the attention_mask of all tokens"):
+        with pytest.raises(sq.InputError, match=r"the cache has seen pads\. Pass the attention_mask of all tokens"):
             hidden(model, tokens[:, 9:], past_key_values=cache)
         assert cache.get_seq_length() == 9
     else:

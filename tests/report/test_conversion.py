@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from subquad.conversion.diagnosis import Diagnosis, Head
-from subquad.conversion.repair.keep import Kept
+from subquad.conversion.repair.keep_search import Kept
 from subquad.conversion.repair.loop import StageProgress
 from subquad.conversion.results import Results
 from subquad.report.conversion import conversion_charts, headline, heads, summary, trail, write_conversion_page

@@ -13,6 +13,7 @@ from subquad.bench import load
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from subquad.cli import app
@@ -73,13 +74,26 @@ def test_a_model_loads():
     torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"])
 
 
+@torch.no_grad()
+def test_a_converted_model_loads_and_is_saved_in_the_new_format(tmp_path):
+    assert "quantization_config" not in json.loads((HERE / "converted" / "config.json").read_text())
+    model = sq.load(HERE / "converted").eval()
+    expected = torch.load(HERE / "converted" / "expected.pt", weights_only=True)
+    logits = model(expected["ids"]).logits
+    torch.testing.assert_close(logits, expected["logits"])
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["subquad"]["version"] == 2
+    for load_model in (AutoModelForCausalLM.from_pretrained, sq.load):
+        assert torch.equal(load_model(tmp_path)(expected["ids"]).logits, logits)
+
+
 def test_a_conversion_resumes(copy):
     folder = copy("conversion")
     before = json.loads((folder / "results.json").read_text())
     assert before["stages"]["lora"]["step"] == 4
     command(
         "convert", "llama", "--method", "hybrid", "--option", "window=2", "--text", "counting.txt", "--repair", "transfer,lora",
-        "--length", "24", "--batch", "4", "--tokens", "2400", "--transfer-steps", "6", "--lora-steps", "6", "--rank", "2",
+        "--length", "24", "--batch", "4", "--tokens", "2400", "--repair-option", "steps=6", "--repair-option", "rank=2",
         "--threads", "1", "--out", "conversion", "--resume",
     )  # fmt: skip
     after = json.loads((folder / "results.json").read_text())

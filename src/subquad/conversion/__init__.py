@@ -1,9 +1,11 @@
-"""A pretrained Hugging Face model with another attention: swap it, see what broke, repair it, save it."""
+"""A pretrained Hugging Face model with another attention: swap it, measure the loss, repair it, save it."""
 
-from subquad import models as _models  # noqa: F401 - without transformers, it says what to install
+from subquad import models as _models  # noqa: F401 - first, as its error says what to install if transformers is missing
 from subquad.conversion.diagnosis import Diagnosis, diagnose
+from subquad.conversion.pretrained import load
 from subquad.conversion.repair import Kept, Schedule, StageProgress, align, finetune, keep_softmax, transfer
-from subquad.conversion.swap import convert, mechanisms, revert
+from subquad.conversion.swap import convert, revert
+from subquad.models.converted.installation import mechanisms
 
 __all__ = [
     "Diagnosis",
@@ -15,6 +17,7 @@ __all__ = [
     "diagnose",
     "finetune",
     "keep_softmax",
+    "load",
     "mechanisms",
     "revert",
     "transfer",

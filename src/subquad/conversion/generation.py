@@ -1,10 +1,10 @@
-"""Text from any model that Hugging Face's `generate` knows: converted, built on subquad, or as it came."""
+"""Text from any model with Hugging Face's `generate`: converted models, subquad models and all others."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,25 +14,25 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation.streamers import BaseStreamer
 
 from subquad import checks
-from subquad.conversion import record
-from subquad.conversion.pretrained import class_of, context_of, open_config, open_model, open_tokenizer
+from subquad.conversion.pretrained import class_of, context_of, load_config, load_model, load_tokenizer
 from subquad.errors import InputError
 from subquad.models import SubquadCache, SubquadConfig, SubquadModel
+from subquad.models.converted import record
 from subquad.tasks.language import BYTES, byte_ids
 
-VALUES = 256  # of a byte
-_UNFINISHED = "\ufffd"  # what decoding gives for a character that is not whole yet
+BYTE_VALUES = 256
+_INCOMPLETE = "\ufffd"  # how an incomplete character is decoded
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a model wrote.
+class Generated:
+    """Generated text.
 
     Args:
-        tokens: how many it wrote.
-        seconds: that they took, the reading of the prompt included.
-        state_bytes: what it remembers of prompt and text in the end; None for a model without a cache.
-        is_cut: it stopped because its context was full.
+        tokens: the number of new tokens.
+        seconds: the time that they took, including the prompt.
+        state_bytes: the size of the cache at the end; None for a model without a cache.
+        is_cut: whether it ended because the context was full.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Written:
 
 
 class ByteTokens:
-    """The tokenizer of models whose tokens are bytes."""
+    """A tokenizer whose tokens are bytes."""
 
     eos_token_id = None
 
@@ -55,30 +55,33 @@ class ByteTokens:
 
 
 @dataclass(frozen=True)
-class Writer:
-    """A model with the tokenizer that it reads and writes by."""
+class TextGenerator:
+    """A model with its tokenizer."""
 
     model: PreTrainedModel
     tokenizer: Any
 
     @classmethod
-    def open(cls, place: str, *, is_bytes: bool = False, dtype: str = "float32") -> Writer:
-        """From a folder or a hub name; `is_bytes` says that tokens are bytes, where its config does not."""
-        config = open_config(place)
-        kind = class_of(config)
-        _require_head(SubquadModel if kind is AutoModel and isinstance(config, SubquadConfig) else kind, config)
+    def load(cls, place: str, *, is_bytes: bool = False, dtype: str = "float32") -> TextGenerator:
+        """From a folder or a hub name. Pass `is_bytes` if the tokens are bytes and the config does not say so."""
+        config = load_config(place)
+        model_class = class_of(config)
+        is_unknown = model_class is AutoModel and isinstance(config, SubquadConfig)
+        _require_head(SubquadModel if is_unknown else model_class, config)
         is_bytes = is_bytes or getattr(config, "tokenizer_class", None) == BYTES
-        if is_bytes and config.vocab_size > VALUES:
-            raise InputError(f"a byte has {VALUES} values; got a model of {config.vocab_size:,} tokens. Leave --bytes out.")
+        if is_bytes and config.vocab_size > BYTE_VALUES:
+            raise InputError(
+                f"a model of bytes has at most {BYTE_VALUES} tokens; got a model of {config.vocab_size:,}. Leave --bytes out."
+            )
         try:
-            tokenizer = ByteTokens() if is_bytes else open_tokenizer(place)
+            tokenizer = ByteTokens() if is_bytes else load_tokenizer(place)
         except InputError as error:
-            raise InputError(f"{error} If the model's tokens are bytes, say --bytes.") from error
-        model = open_model(place, config, dtype=dtype)
+            raise InputError(f"{error} If the model's tokens are bytes, pass --bytes.") from error
+        model = load_model(place, config, dtype=dtype)
         _require_head(type(model), config)
         return cls(model, tokenizer)
 
-    def write(
+    def generate(
         self,
         prompt: str,
         *,
@@ -87,69 +90,69 @@ class Writer:
         top_p: float | None = None,
         seed: int = 0,
         beyond_context: bool = False,
-        tell: Callable[[str], object] | None = None,
+        on_text: Callable[[str], object] | None = None,
         is_stopping: Callable[[], bool] = lambda: False,
-    ) -> Written:
-        """The prompt continued; for an encoder-decoder, its answer.
+    ) -> Generated:
+        """The continuation of the prompt; for an encoder-decoder, the answer to it.
 
         Args:
-            temperature: of sampling; None for the most likely token each time.
-            top_p: sample from the likeliest tokens that have this probability together.
-            beyond_context: read and write more tokens than the model was made for.
-            tell: called with each piece of text as it is written.
-            is_stopping: asked after each token.
+            temperature: of sampling; None to take the most likely token.
+            top_p: sample from the most likely tokens that together have this probability.
+            beyond_context: allow more tokens than the model was trained for.
+            on_text: called with each piece of text as it is generated.
+            is_stopping: called after each token; True ends the text.
         """
-        choice = _choice(temperature, top_p)
+        sampling = _sampling(temperature, top_p)
         checks.seed(seed)
         given = self.tokenizer(prompt, return_tensors="pt")
-        read = given["input_ids"].shape[1]
-        if not read:
-            raise InputError("a prompt has at least one token; got an empty one.")
+        length = given["input_ids"].shape[1]
+        if not length:
+            raise InputError("a prompt must have at least one token; got an empty one.")
         is_answer = self.model.config.is_encoder_decoder
-        room = self._room(read, beyond_context)
+        room = self._room(length, beyond_context)
         allowed = max_new_tokens if room is None or is_answer else min(max_new_tokens, room)
         if allowed < 1:
-            raise InputError(f"max_new_tokens is at least 1, with room for it in the context; got {max_new_tokens}.")
-        streamer = None if tell is None else Streamer(self.tokenizer, tell, has_prompt=not is_answer)
+            raise InputError(f"max_new_tokens must be at least 1, and fit into the context; got {max_new_tokens}.")
+        streamer = None if on_text is None else Streamer(self.tokenizer, on_text, has_prompt=not is_answer)
         torch.manual_seed(seed)
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             found = self.model.generate(
                 input_ids=given["input_ids"], attention_mask=given.get("attention_mask"), max_new_tokens=allowed,
-                streamer=streamer, stopping_criteria=StoppingCriteriaList([_Asked(is_stopping)]),
-                return_dict_in_generate=True, **choice,
+                streamer=streamer, stopping_criteria=StoppingCriteriaList([_StopRequested(is_stopping)]),
+                return_dict_in_generate=True, **sampling,
             )  # fmt: skip
         except IndexError as error:
             raise InputError(
                 f"this model has no positions beyond its context of {context_of(self.model.config)} tokens. Leave "
                 "--beyond-context out."
             ) from error
-        ids = found.sequences[0, 1 if is_answer else read :]  # an answer begins behind the decoder's start
+        ids = found.sequences[0, 1 if is_answer else length :]  # an answer comes after the start token of the decoder
         is_cut = allowed < max_new_tokens and len(ids) == allowed
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return Written(text, len(ids), time.monotonic() - begun, state_bytes(found.past_key_values), is_cut)
+        return Generated(text, len(ids), time.monotonic() - started, state_bytes(found.past_key_values), is_cut)
 
-    def _room(self, read: int, beyond_context: bool) -> int | None:
-        """Tokens that may come after the prompt; None for any number."""
+    def _room(self, length: int, beyond_context: bool) -> int | None:
+        """The number of tokens that fit into the context after the prompt; None for no limit."""
         config = self.model.config
+        conversion = record.read(config)
         if beyond_context:
-            if (conversion := record.written(config)) is not None:
-                config.subquad = {**vars(conversion), "is_beyond_allowed": True}
+            if conversion is not None:
+                replace(conversion, beyond_context=True).write(config)
             return None
-        conversion = record.written(config)
         context = context_of(config)
-        if context is None or (conversion is not None and conversion.is_beyond_allowed):
+        if context is None or (conversion is not None and conversion.beyond_context):
             return None
-        if read >= context:
+        if length >= context:
             raise InputError(
-                f"the prompt has {read} tokens, and this model was made for {context} with what it writes. Shorten it; or, "
-                "where its positions reach further, allow it with --beyond-context."
+                f"prompt and text must fit into the context of this model, {context} tokens; got a prompt of {length}. Shorten "
+                "it; or, if the positions of the model reach further, pass --beyond-context."
             )
-        return context - read
+        return context - length
 
 
 def state_bytes(cache: Any) -> int | None:
-    """Bytes that a cache holds; None for what is no cache."""
+    """The size of a cache; None if it is not a cache."""
     if isinstance(cache, SubquadCache):
         return cache.nbytes
     if isinstance(cache, EncoderDecoderCache):
@@ -160,24 +163,24 @@ def state_bytes(cache: Any) -> int | None:
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
 
-def _require_head(kind: Any, config: PreTrainedConfig) -> None:
-    """That models of this class write text; an Auto class cannot tell before there is a model."""
-    if issubclass(kind, PreTrainedModel) and not kind.can_generate():
-        name = (config.architectures or [kind.__name__])[0]
-        raise InputError(f"{name} has no head that writes text. Pass a language model.")
+def _require_head(model_class: Any, config: PreTrainedConfig) -> None:
+    """Refuse a class that does not generate text; for an Auto class that is known only when the model is loaded."""
+    if issubclass(model_class, PreTrainedModel) and not model_class.can_generate():
+        name = (config.architectures or [model_class.__name__])[0]
+        raise InputError(f"{name} has no head that generates text. Pass a language model.")
 
 
-def _choice(temperature: float | None, top_p: float | None) -> dict[str, Any]:
-    """How the next token is chosen; what a model's own generation config says of it does not count."""
+def _sampling(temperature: float | None, top_p: float | None) -> dict[str, Any]:
+    """How the next token is chosen, whatever the generation config of the model says."""
     if temperature is None and top_p is None:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     warmth = 1.0 if temperature is None else temperature
     if not warmth > 0 or not 0 < (1.0 if top_p is None else top_p) <= 1:
-        raise InputError(f"a temperature is above 0, and top_p above 0 and at most 1; got {temperature} and {top_p}.")
+        raise InputError(f"temperature must be above 0, and top_p above 0 and at most 1; got {temperature} and {top_p}.")
     return {"do_sample": True, "temperature": warmth, "top_p": top_p, "top_k": 0}
 
 
-class _Asked(StoppingCriteria):
+class _StopRequested(StoppingCriteria):
     def __init__(self, is_stopping: Callable[[], bool]) -> None:
         self.is_stopping = is_stopping
 
@@ -186,14 +189,14 @@ class _Asked(StoppingCriteria):
 
 
 class Streamer(BaseStreamer):
-    """Tells the text of tokens as they come, a character when all of its bytes are there.
+    """Passes on the text of tokens as they come, each character when all of its bytes are there.
 
-    What a token adds is told by decoding it with the one before, as tokens may read differently at the beginning of a text.
+    Tokens are decoded with the one before, as a token may read differently at the beginning of a text.
     """
 
-    def __init__(self, tokenizer: Any, tell: Callable[[str], object], has_prompt: bool) -> None:
-        self.tokenizer, self.tell, self.is_prompt = tokenizer, tell, has_prompt
-        self.told: list[int] = []  # the tokens that were told last
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], object], has_prompt: bool) -> None:
+        self.tokenizer, self.on_text, self.is_prompt = tokenizer, on_text, has_prompt
+        self.passed: list[int] = []  # the tokens that were passed on last
         self.waiting: list[int] = []
 
     def put(self, value: Tensor) -> None:
@@ -201,17 +204,18 @@ class Streamer(BaseStreamer):
             self.is_prompt = False
             return
         self.waiting += value.flatten().tolist()
-        if not (text := self._new_text()).endswith(_UNFINISHED) and text:
-            self._tell(text)
+        if not (text := self._new_text()).endswith(_INCOMPLETE) and text:
+            self._pass_on(text)
 
     def end(self) -> None:
-        self._tell(self._new_text())
+        self._pass_on(self._new_text())
 
     def _new_text(self) -> str:
-        before, now = (self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (self.told, [*self.told, *self.waiting]))
+        tokens = (self.passed, [*self.passed, *self.waiting])
+        before, now = (self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens)
         return now[len(before) :]
 
-    def _tell(self, text: str) -> None:
-        self.told, self.waiting = self.waiting or self.told, []
+    def _pass_on(self, text: str) -> None:
+        self.passed, self.waiting = self.waiting or self.passed, []
         if text:
-            self.tell(text)
+            self.on_text(text)

@@ -1,7 +1,9 @@
-"""A model and its tokenizer, from a folder or from the Hugging Face hub."""
+"""Models and tokenizers from a folder or from the Hugging Face hub."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,50 +12,92 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from subquad import models
-from subquad.conversion import record
-from subquad.errors import InputError, UnsupportedError
-from subquad.models import loading
+from subquad.errors import InputError, SubquadError, UnsupportedError
+from subquad.models import weights
+from subquad.models.converted import record
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+# The arguments of `from_pretrained` that say where to find a config on the hub.
+_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
-def open_config(place: str, gguf: str | None = None) -> PreTrainedConfig:
-    """What a folder or a hub name says of its model; refused where it is none."""
-    _require_there(place, gguf)
-    try:
-        return AutoConfig.from_pretrained(place, **_gguf(gguf))
-    except Exception as error:  # no network, no such name, no JSON, no model: whatever it is, the advice is the same
-        here = "" if Path(place).expanduser().exists() else f"there is no folder {place} here, and as a name on the hub "
-        raise InputError(f"{here}{place} does not hold a Hugging Face model: {_said(error)} {_ADVICE}") from error
+def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Load a converted model or a subquad model, with the class that saved it.
 
+    Args:
+        path: a folder written by `save_pretrained`, or a name on the Hugging Face hub.
+        kwargs: arguments of `from_pretrained`, such as dtype or device_map.
 
-def open_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None, dtype: str = "float32") -> PreTrainedModel:
-    """The model of the class that saved it, in evaluation."""
-    if dtype not in DTYPES:
-        raise InputError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}.")
-    kind = class_of(config, gguf)
-    try:
-        model, info = kind.from_pretrained(
-            place, dtype=DTYPES[dtype], output_loading_info=True, **_gguf(gguf), **_unpacked(gguf)
+    Raises:
+        SubquadError: the model is neither converted nor a subquad model, or weights are missing, surplus or of another shape.
+    """
+    place = os.path.expanduser(os.fspath(path))
+    config = load_config(place, **{name: kwargs[name] for name in _HUB if name in kwargs})
+    conversion = record.read(config)
+    if conversion is None and not isinstance(config, models.SubquadConfig):
+        raise InputError(
+            f"subquad.load loads converted models and subquad models; got {place}, a {config.model_type} model. Load it with "
+            "transformers: AutoModel.from_pretrained."
         )
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"the model in {place} does not load: {_said(error)}") from error
-    missing = {"missing": loading.misfits(info)["missing"]}  # what is left over, such as another head, is no harm
-    loading.refuse(
-        missing, type(model).__name__, place, "Weights that are not there would begin at random. Get the model again."
+    model_class = _saved_class(config)
+    if model_class is None:
+        raise InputError(
+            f"{place} was saved by {' or '.join(config.architectures or ['an unknown class'])}, which is neither in "
+            "transformers nor in subquad.models. Load it with that class: from_pretrained."
+        )
+    if conversion is None:
+        return model_class.from_pretrained(place, **kwargs)
+    conversion.write(config)  # what folders of version 1 lack
+    config._attn_implementation = kwargs.pop("attn_implementation", None) or record.NAME
+    if kwargs.pop("ignore_mismatched_sizes", False):
+        raise InputError(
+            "subquad.load loads every weight as it was saved; got ignore_mismatched_sizes=True. Use from_pretrained instead: "
+            f"{model_class.__name__}.from_pretrained."
+        )
+    wants_info = kwargs.pop("output_loading_info", False)
+    model, info = model_class.from_pretrained(
+        place, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
     )
+    advice = "Load it from all of its files; or convert the original model again."
+    weights.refuse(weights.mismatches(info), model_class.__name__, place, advice)
+    return (model, info) if wants_info else model
+
+
+def load_config(place: str, gguf: str | None = None, **kwargs: Any) -> PreTrainedConfig:
+    """The config of the model in a folder or of a hub name; an error if there is none."""
+    _require_exists(place, gguf)
+    try:
+        return AutoConfig.from_pretrained(place, **_gguf(gguf), **kwargs)
+    except Exception as error:  # no network, no such name, no JSON, no model: the advice is always the same
+        here = "" if Path(place).expanduser().exists() else f"there is no folder {place}, and as a name on the hub "
+        raise InputError(f"{here}{place} does not hold a Hugging Face model: {_first_line(error)} {_ADVICE}") from error
+
+
+def load_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None, dtype: str = "float32") -> PreTrainedModel:
+    """Any model, with the class that saved it, in evaluation mode."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
+    if record.read(config) is not None:
+        return _loaded(place, lambda: load(place, dtype=DTYPES[dtype])).eval()
+    model_class = class_of(config, gguf)
+    model, info = _loaded(
+        place,
+        lambda: model_class.from_pretrained(
+            place, dtype=DTYPES[dtype], output_loading_info=True, **_gguf(gguf), **_unpacked(gguf)
+        ),
+    )
+    missing = {"missing": weights.mismatches(info)["missing"]}  # surplus weights, such as another head, do no harm
+    weights.refuse(missing, type(model).__name__, place, "Missing weights would be random. Get the model again.")
     return model.eval()
 
 
-def open_tokenizer(place: str, gguf: str | None = None) -> Any:
-    """The tokenizer beside a model; refused where none loads."""
-    advice = "Text is read by the one that the model was trained with; save it there with tokenizer.save_pretrained."
+def load_tokenizer(place: str, gguf: str | None = None) -> Any:
+    """The tokenizer beside a model; an error if there is none."""
+    advice = "Save the tokenizer that the model was trained with beside it: tokenizer.save_pretrained."
     try:
         found = AutoTokenizer.from_pretrained(place, **_gguf(gguf))
-    except Exception as error:  # each kind of tokenizer has errors of its own for files that are not there
-        raise InputError(f"no tokenizer loads from {place}: {_said(error)} {advice}") from error
+    except Exception as error:  # each kind of tokenizer has its own errors for missing files
+        raise InputError(f"no tokenizer can be loaded from {place}: {_first_line(error)} {advice}") from error
     files = {*found.vocab_files_names.values(), "tokenizer.json"} if found.vocab_files_names else set()
     folder = Path(place).expanduser()
     if files and gguf is None and folder.is_dir() and not any((folder / file).is_file() for file in files):
@@ -62,28 +106,41 @@ def open_tokenizer(place: str, gguf: str | None = None) -> Any:
 
 
 def require_convertible(place: str, config: PreTrainedConfig) -> None:
-    """What can be refused before any weight is read."""
-    if record.written(config) is not None:
-        raise InputError(f"the model in {place} is converted already. Convert the one that it was made from.")
+    """Refuse what can be refused before weights are loaded."""
+    if record.read(config) is not None:
+        raise InputError(f"the model in {place} is converted already. Convert the original model.")
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(
-            f"the model in {place} is quantised, and new mechanisms are trained in its precision. Convert the model that it "
-            "was made from, or one that was saved after model.dequantize()."
+            f"the model in {place} is quantized, and mechanisms are trained in the precision of the model. Convert the "
+            "original model, or one that was saved after model.dequantize()."
         )
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """Tokens that a model was made for; None where nothing limits them."""
+    """The length that a model was trained for; None for no limit."""
     if isinstance(config, models.SubquadConfig) and config.position != "learned":
         return None
     found = getattr(config, "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
-_ADVICE = "It is the name of a folder with config.json and weights, as save_pretrained writes them, or a name on the hub."
+def class_of(config: PreTrainedConfig, gguf: str | None = None) -> Any:
+    """The class that saved a model, or an Auto class if it is not known."""
+    return _saved_class(config) or (AutoModel if gguf is None else AutoModelForCausalLM)
 
 
-def _require_there(place: str, gguf: str | None) -> None:
+def _saved_class(config: PreTrainedConfig) -> Any:
+    for name in config.architectures or ():
+        for module in (transformers, models):
+            if (found := getattr(module, name, None)) is not None:
+                return found
+    return None
+
+
+_ADVICE = "Pass a folder with config.json and weights, as save_pretrained writes them, or a name on the hub."
+
+
+def _require_exists(place: str, gguf: str | None) -> None:
     path = Path(place).expanduser()
     if path.is_dir():
         wanted = gguf or "config.json"
@@ -93,13 +150,13 @@ def _require_there(place: str, gguf: str | None) -> None:
         raise InputError(f"there is no folder {place}. {_ADVICE}")
 
 
-def class_of(config: PreTrainedConfig, gguf: str | None = None) -> Any:
-    """The class that a model was saved as; an Auto class where its config does not say."""
-    for name in config.architectures or ():
-        for module in (transformers, models):
-            if (found := getattr(module, name, None)) is not None:
-                return found
-    return AutoModel if gguf is None else AutoModelForCausalLM
+def _loaded(place: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except SubquadError:
+        raise
+    except Exception as error:
+        raise InputError(f"the model in {place} cannot be loaded: {_first_line(error)}") from error
 
 
 def _gguf(name: str | None) -> dict[str, str]:
@@ -107,11 +164,11 @@ def _gguf(name: str | None) -> dict[str, str]:
 
 
 def _unpacked(gguf: str | None) -> dict[str, Any]:
-    """Weights that can be trained, where newer releases of transformers would keep them packed."""
+    """Unpack weights so that they can be trained; newer releases of transformers would keep them packed."""
     packing = getattr(transformers, "GgufConfig", None)
     return {} if gguf is None or packing is None else {"quantization_config": packing(dequantize=True)}
 
 
-def _said(error: Exception) -> str:
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return said if said.endswith(".") else f"{said}."
+def _first_line(error: Exception) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if line.endswith(".") else f"{line}."

@@ -1,33 +1,31 @@
-"""A whole conversion: load, swap, diagnose, search, repair and save, in a folder that can be stopped at any moment.
+"""A whole conversion: load, swap, diagnose, search, repair and save. It can be stopped at any moment, and resumed.
 
-OUT/results.json    what was measured: see `results`
+OUT/results.json    the measurements, see `results`
 OUT/repair          checkpoints of the stages of repair
-OUT/model           the converted model and its tokenizer; `from_pretrained` reads it, once subquad is imported
+OUT/model           the converted model and its tokenizer; `subquad.load` loads it
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from subquad.conversion.activations import last_states
+from subquad.conversion.activations import last_hidden_states
 from subquad.conversion.diagnosis import diagnose
 from subquad.conversion.plan import STAGES, Plan
-from subquad.conversion.pretrained import open_config, open_model, open_tokenizer, require_convertible
+from subquad.conversion.pretrained import load_config, load_model, load_tokenizer, require_convertible
 from subquad.conversion.repair import StageProgress, align, finetune, keep_softmax, transfer
 from subquad.conversion.repair.alignment import converted_sites
-from subquad.conversion.repair.attention import Transfer
-from subquad.conversion.repair.keep import converted_layers, require_count
-from subquad.conversion.repair.lora import kind_of
+from subquad.conversion.repair.attention_transfer import Transfer
+from subquad.conversion.repair.keep_search import Trial, converted_layers, require_count
+from subquad.conversion.repair.lora import loss_for
 from subquad.conversion.repair.low_rank import changed_maps, need_peft
 from subquad.conversion.results import FILE, KEEP, SWAP, Results, load, save
 from subquad.conversion.swap import convert
@@ -43,92 +41,97 @@ from subquad.runs.results_file import ResultsError, command_line, differences
 from subquad.runs.stop import StopRequest
 
 MODEL, REPAIR, PAGE = "model", "repair", "report.html"
+_TRAIN: dict[str, Any] = {"transfer": transfer, "align": align, "lora": finetune}
 
 
 def run(
     plan: Plan, out: Path, *, resume: bool = False, fresh: bool = False, on_progress: OnProgress = lambda progress: None
 ) -> Results:
-    """Do what `plan` says, in the folder `out`, and return what was found.
+    """Convert a model as `plan` says, in the folder `out`, and return the results.
 
     Args:
-        resume: go on with what is unfinished in `out`.
+        resume: resume the unfinished conversion in `out`.
         fresh: start over, and remove the conversion in `out`.
         on_progress: called with a `Progress` as it advances.
 
     Raises:
-        SubquadError: before anything is written, where it cannot be done.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM, when what was learnt is written.
+        SubquadError: the plan cannot be carried out. Nothing has been written then.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM, once everything has been saved.
     """
     plan.check()
     with deterministic(plan.threads or torch.get_num_threads()), no_transformers_bars():
-        on_progress(Progress(f"loading {plan.model}", 0.0, None))
-        job = _prepared(plan, out, on_progress)
-        with exclusive(out, "conversion"), StopRequest() as job.stop:
-            job.begin(resume, fresh)
-            job.do()
-    return job.results
+        on_progress(Progress(f"loading {plan.source.model}", 0.0))
+        conversion = _prepared(plan, out, on_progress)
+        with exclusive(out, "conversion"), StopRequest() as conversion.stop:
+            conversion.open_folder(resume, fresh)
+            conversion.run()
+    return conversion.results
 
 
-def _prepared(plan: Plan, out: Path, on_progress: OnProgress) -> _Job:
-    """All that can be refused is refused here, before anything is written."""
-    config = open_config(plan.model, plan.gguf)
-    require_convertible(plan.model, config)
-    original = open_model(plan.model, config, gguf=plan.gguf, dtype=plan.dtype)
+def _prepared(plan: Plan, out: Path, on_progress: OnProgress) -> _Conversion:
+    """Load, check and swap: everything that may be refused is refused here, before anything is written."""
+    source = plan.source
+    config = load_config(source.model, source.gguf)
+    require_convertible(source.model, config)
+    original = load_model(source.model, config, gguf=source.gguf, dtype=source.dtype)
     tokenizer = _tokenizer(plan)
-    method = resolve(plan.method)
+    mechanism = resolve(plan.swap.method)
+    stages = plan.repair.stages()
     text = None
-    if plan.text:
+    if plan.text.files:
         text = calibration(
-            original, tokenizer, plan.text, **plan.calibration(), is_learnt=bool(plan.repair or plan.keep),
-            is_beyond_allowed=plan.beyond_context,
+            original, tokenizer, plan.text.files, **plan.text.sizes(), for_training=bool(stages or plan.swap.keep),
+            beyond_context=plan.swap.beyond_context,
         )  # fmt: skip
-        _require_reads(original, text)
+        _require_runs(original, text)
     results = Results(
-        plan.model, type(original).__name__, method.info.name, options_of(method), plan.identity(text), describe_machine()
-    )
+        source.model, type(original).__name__, mechanism.info.name, options_of(mechanism), plan.identity(text),
+        describe_machine(),
+    )  # fmt: skip
     if text is not None:
-        judged, learnt = (sum(batch["input_ids"].numel() for batch in part) for part in (text.judged, text.learnt))
-        results.calibration = {"files": [str(path) for path in plan.text], "judged_by": judged, "learnt_from": learnt}
-    job = _Job(plan, out, on_progress, original, tokenizer, text, results)
-    job.swap()
-    if plan.keep:
-        require_count(plan.keep, len(converted_layers(job.converted)))
-    if "transfer" in plan.repair:
-        Transfer(original, job.converted)
-    if "align" in plan.repair:
-        converted_sites(job.converted)
-    if {"align", "lora"} & {*plan.repair}:
-        need_peft()
-        changed_maps(job.converted, **plan.changes())
-    if "lora" in plan.repair:
-        results.settings["loss"] = kind_of(job.converted, plan.loss)
-    return job
+        measure, train = (sum(batch["input_ids"].numel() for batch in part) for part in (text.evaluation, text.training))
+        results.calibration = {"files": [str(path) for path in plan.text.files], "judged_by": measure, "learnt_from": train}
+    conversion = _Conversion(plan, out, on_progress, original, tokenizer, text, results)
+    conversion.swap()
+    if plan.swap.keep:
+        require_count(plan.swap.keep, len(converted_layers(conversion.converted)))
+    if "transfer" in stages:
+        Transfer(original, conversion.converted)
+    if "align" in stages:
+        converted_sites(conversion.converted)
+    for options in (plan.repair.align, plan.repair.lora):
+        if options is not None:
+            need_peft()
+            changed_maps(conversion.converted, **options.arguments())
+    if plan.repair.lora is not None:
+        results.settings["loss"] = loss_for(conversion.converted, plan.repair.lora.loss)
+    return conversion
 
 
-def _require_reads(original: PreTrainedModel, text: Calibration) -> None:
-    """That the model runs on one sequence of the text."""
+def _require_runs(original: PreTrainedModel, text: Calibration) -> None:
+    """Refuse a model that does not run on one sequence of the text."""
     try:
         with torch.no_grad():
-            last_states(original, {name: value[:1] for name, value in text.judged[0].items()})
-    except Exception as error:  # each model has its own for an input that it misses
+            last_hidden_states(original, {name: value[:1] for name, value in text.evaluation[0].items()})
+    except Exception as error:  # models raise all kinds of errors for a missing input
         raise InputError(
             f"{type(original).__name__} does not run on calibration text alone: {type(error).__name__}: {error}. Leave --text "
-            "out, or convert the part of it that reads text."
+            "out, or convert only the part of the model that reads text."
         ) from error
 
 
 def _tokenizer(plan: Plan) -> Any:
-    """The model's; None where there is none, and no text to read by it."""
+    """The tokenizer of the model; None if it has none, and no text needs it."""
     try:
-        return open_tokenizer(plan.model, plan.gguf)
+        return load_tokenizer(plan.source.model, plan.source.gguf)
     except InputError:
-        if plan.text:
+        if plan.text.files:
             raise
         return None
 
 
-class _Job:
-    """The parts of a conversion; each leaves what it found in the results, and is not repeated if that is there."""
+class _Conversion:
+    """The steps of a conversion. Each saves its results, and is skipped when they are there already."""
 
     stop: StopRequest
 
@@ -140,18 +143,19 @@ class _Job:
         self.original, self.tokenizer, self.text = original, tokenizer, text
         self.converted: PreTrainedModel = original
 
-    def begin(self, resume: bool, fresh: bool) -> None:
-        """Take the results in the folder, if they are of this conversion; otherwise the folder must have none."""
+    def open_folder(self, resume: bool, fresh: bool) -> None:
+        """Take over the results in the folder, if they belong to this conversion; otherwise the folder must have none."""
         path = self.out / FILE
         if path.exists() and not fresh:
             found = load(path)
             if differ := differences(_settings(found), _settings(self.results)):
                 raise ResultsError(
-                    f"{self.out} has another conversion ({'; '.join(differ)}). Choose another --out, or begin with --fresh."
+                    f"{self.out} holds another conversion ({'; '.join(differ)}). Choose another --out, or start over with "
+                    "--fresh."
                 )
             if not found.is_saved and not resume:
                 raise ResultsError(
-                    f"the conversion in {self.out} is not finished. Go on with --resume, or start over with --fresh."
+                    f"the conversion in {self.out} is not finished. Resume it with --resume, or start over with --fresh."
                 )
             self.results = replace(found, calibration=self.results.calibration)
         else:
@@ -159,94 +163,106 @@ class _Job:
         self.results.command = command_line()
         self._save()
 
-    def do(self) -> None:
+    def run(self) -> None:
         if self.results.is_saved:
             return
         if self.text is not None:
             self._diagnose(SWAP)
-        if self.plan.keep:
+        if self.plan.swap.keep:
             self._keep()
             self._diagnose(KEEP)
-        for stage in self.plan.repair:
+        for stage in self.plan.repair.stages():
             self._repair(stage)
             self._diagnose(stage)
         self._write()
 
     def swap(self, kept: tuple[int, ...] = ()) -> None:
-        """Convert the original: a copy, where the original is needed to compare with."""
+        """Convert the original, or a copy of it if the original is needed to compare with."""
         torch.manual_seed(self.plan.seed)
+        swap = self.plan.swap
         self.converted = convert(
             self.original,
-            self.plan.method,
-            layers=self.plan.layers,
-            keep_softmax=(*self.plan.keep_softmax, *kept),
-            self_only=not self.plan.cross,
+            swap.method,
+            layers=swap.layers,
+            keep_softmax=(*swap.keep_softmax, *kept),
+            self_only=not swap.cross,
             copy=self.text is not None,
-            beyond_context=self.plan.beyond_context,
+            beyond_context=swap.beyond_context,
         )
         self.results.conversion = self.converted.config.subquad
 
-    def _diagnose(self, part: str) -> None:
-        if part in self.results.diagnoses:
+    def _diagnose(self, step: str) -> None:
+        if step in self.results.diagnoses:
             return
         assert self.text is not None
-        batches = self.text.judged
-        with self._timed(f"diagnosing, {part}") as tell:
-            found = diagnose(self.original, self.converted, batches, tell=lambda done: tell(done, len(batches)))
-        self.results.diagnoses[part] = found
+        message = f"diagnosing, {step}"
+        self.on_progress(Progress(message, 0.0))
+
+        def advance(progress: Progress) -> None:
+            self._advance(replace(progress, message=f"{message}, {progress.message}"))
+
+        self.results.diagnoses[step] = diagnose(self.original, self.converted, self.text.evaluation, on_progress=advance)
         self._save()
 
     def _keep(self) -> None:
         results = self.results
         if results.kept is None:
             assert self.text is not None
-            batches = self.text.learnt[: len(self.text.judged)]  # what judges is not to be chosen by
+            batches = self.text.training[: len(self.text.evaluation)]  # never choose by what measures
+            message, started = "keep search", time.monotonic()
+            self.on_progress(Progress(message, 0.0))
 
-            def told(tried: Any, of: int) -> None:
+            def advance(tried: Sequence[Trial], total: int) -> None:
                 if len(tried) > len(results.tried):
                     results.tried = list(tried)
                     self._save()
-                tell(len(tried), of)
+                done = len(tried)
+                left = (time.monotonic() - started) * (total - done) / done
+                self._advance(Progress(f"{message}, {done} of {total}", done / total, left))
 
-            with self._timed("keep search") as tell:
-                results.kept = keep_softmax(
-                    self.original, self.converted, batches, self.plan.keep, known=list(results.tried), tell=told
-                )
+            results.kept = keep_softmax(
+                self.original, self.converted, batches, self.plan.swap.keep, known=list(results.tried), on_trial=advance
+            )
             results.tried = []
         self.swap(results.kept.layers)
         self._save()
 
     def _repair(self, stage: str) -> None:
-        """A finished stage takes its weights from its checkpoint."""
+        """Run a stage; one that has ended takes its weights from its checkpoint."""
         assert self.text is not None
-        learn: Any = transfer
-        if stage == "align":
-            learn = partial(align, **self.plan.changes())
-        elif stage == "lora":
-            learn = partial(finetune, loss=kind_of(self.converted, self.plan.loss), **self.plan.changes())
+        options = self.plan.repair.stages()[stage]
+        arguments = options.arguments()
+        if stage == "lora":
+            arguments["loss"] = self.results.settings["loss"]
 
-        def told(progress: StageProgress) -> None:
+        def advance(progress: StageProgress) -> None:
             known = self.results.stages.get(stage)
             self.results.stages[stage] = replace(progress, losses=list(progress.losses))
             if known is None or len(known.losses) < len(progress.losses):
                 self._save()
-            left = _left(progress, self.plan.minutes)
             loss = f"loss {progress.loss:.3g}, best {progress.best[1]:.3g}"
+            left = _seconds_left(progress, options.minutes)
             self.on_progress(Progress(f"{stage}, step {progress.step:,}, {loss}", progress.step / progress.steps, left))
 
-        self.on_progress(Progress(stage, 0.0, None))
+        self.on_progress(Progress(stage, 0.0))
         torch.manual_seed(self.plan.seed)
-        self.results.stages[stage] = learn(
-            self.original, self.converted, self.text.learnt, self.plan.schedule(stage),
-            folder=self.out / REPAIR, tell=told, is_stopping=lambda: self.stop.requested,
+        self.results.stages[stage] = _TRAIN[stage](
+            self.original, self.converted, self.text.training, options.schedule(self.plan.seed), **arguments,
+            folder=self.out / REPAIR, on_progress=advance, is_stopping=lambda: self.stop.requested,
         )  # fmt: skip
         self.results.conversion = self.converted.config.subquad
         self._save()
         if self.stop.requested and not self.results.stages[stage].ended:
             raise KeyboardInterrupt
 
+    def _advance(self, progress: Progress) -> None:
+        """Report progress, and stop if that was requested."""
+        if self.stop.requested:
+            raise KeyboardInterrupt
+        self.on_progress(progress)
+
     def _write(self) -> None:
-        self.on_progress(Progress("saving", 0.0, None))
+        self.on_progress(Progress("saving", 0.0))
         checkpoints.write_folder(self.out / MODEL, self._fill)
         shutil.rmtree(self.out / checkpoints.STAGING, ignore_errors=True)
         self.results.is_saved = True
@@ -257,29 +273,16 @@ class _Job:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A way to tell how many of how many are done, which ends the run if that was asked for."""
-        begun = time.monotonic()
-
-        def tell(done: int, of: int) -> None:
-            if self.stop.requested:
-                raise KeyboardInterrupt
-            self.on_progress(Progress(f"{what}, {done} of {of}", done / of, (time.monotonic() - begun) * (of - done) / done))
-
-        self.on_progress(Progress(what, 0.0, None))
-        yield tell
-
     def _save(self) -> None:
         save(self.results, self.out / FILE)
 
-    def _clear(self, is_ours: bool) -> None:
-        """Make room for a new conversion: the old one goes, checkpoints without results go, all else in the folder stays."""
-        if is_ours:
+    def _clear(self, has_conversion: bool) -> None:
+        """Remove the old conversion and its checkpoints; other files in the folder stay."""
+        if has_conversion:
             (self.out / PAGE).unlink(missing_ok=True)
             shutil.rmtree(self.out / MODEL, ignore_errors=True)
         elif (self.out / MODEL).exists():
-            raise ResultsError(f"{self.out / MODEL} is there, and of no conversion. Choose another --out.")
+            raise ResultsError(f"{self.out / MODEL} exists, and does not belong to a conversion. Choose another --out.")
         for stage in STAGES:
             (self.out / REPAIR / f"{stage}.pt").unlink(missing_ok=True)
 
@@ -296,6 +299,6 @@ def _settings(results: Results) -> dict[str, Any]:
     return {**results.settings, "method": results.method, **results.options}
 
 
-def _left(progress: StageProgress, minutes: float | None) -> float | None:
+def _seconds_left(progress: StageProgress, minutes: float | None) -> float:
     left = progress.seconds / progress.step * (progress.steps - progress.step)
     return left if minutes is None else max(0.0, min(left, 60 * minutes - progress.seconds))

@@ -1,4 +1,7 @@
-"""Transformers with any mechanism inside, as Hugging Face models; importing this registers them with the Auto classes."""
+"""Transformers with any mechanism inside, as Hugging Face models.
+
+Importing this registers them with the Auto classes, and makes `from_pretrained` load converted models.
+"""
 
 try:
     import transformers
@@ -6,8 +9,8 @@ except ImportError as error:
     from subquad.errors import MissingExtraError
 
     raise MissingExtraError(
-        "subquad.models is built on Hugging Face transformers, 5 or newer, which is not installed. "
-        "Install it with: pip install 'subquad[hf]'"
+        "subquad.models needs Hugging Face transformers 5 or newer, which is not installed. "
+        "Install it: pip install 'subquad[hf]'"
     ) from error
 
 from subquad.models.block import Block
@@ -18,6 +21,7 @@ from subquad.models.classification import (
     SubquadForTokenClassification,
 )
 from subquad.models.configuration import SubquadConfig
+from subquad.models.converted import register as _register_converted
 from subquad.models.language import SubquadForCausalLM, SubquadForMaskedLM
 from subquad.models.seq2seq import SubquadForConditionalGeneration
 from subquad.models.transformer import SubquadModel, SubquadPreTrainedModel
@@ -48,3 +52,4 @@ _AUTO = {
 transformers.AutoConfig.register(SubquadConfig.model_type, SubquadConfig)
 for _auto, _model in _AUTO.items():
     _auto.register(SubquadConfig, _model)
+_register_converted()

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from subquad.families.base import Mechanism
 from subquad.layer import Attention, Source
-from subquad.models.cache import Step, SubquadLayer
+from subquad.models.cache import SubquadLayer, Update
 from subquad.models.configuration import SubquadConfig
 from subquad.state import State
 
@@ -64,28 +64,28 @@ class Block(GradientCheckpointingLayer):
         *,
         key_padding_mask: Tensor | None,
         bias: Tensor | None,
-        remembered: SubquadLayer | None,
+        cache: SubquadLayer | None,
         source: Tensor | None,
         source_mask: Tensor | None,
-    ) -> tuple[Tensor, Step[State] | None, Source | None]:
-        """x (B, N, dim); with a `remembered` past, what this layer is to remember from now on comes back beside it.
+    ) -> tuple[Tensor, Update[State] | None, Source | None]:
+        """The output (B, N, dim) for x (B, N, dim); then, for the cache, the new state, and the keys and values of the source.
 
         Args:
             key_padding_mask: (B, N) bool.
             bias: added to the scores of self-attention, (B or 1, H, N, past + N).
             source, source_mask: (B, M, dim) and (B, M), for cross-attention.
         """
-        out, step = self._attend(self._enter(x, self.self_attn_norm), key_padding_mask, bias, remembered)
+        out, update = self._attend(self._enter(x, self.self_attn_norm), key_padding_mask, bias, cache)
         x = self._leave(x, out, self.self_attn_norm)
-        read = None
+        keys = None
         if self.cross_attn is not None and self.cross_attn_norm is not None:
-            read = None if remembered is None else remembered.source
-            if read is None:
+            keys = None if cache is None else cache.source
+            if keys is None:
                 assert source is not None
-                read = self.cross_attn.read(source, source_mask)
-            x = self._leave(x, self.cross_attn(self._enter(x, self.cross_attn_norm), read), self.cross_attn_norm)
+                keys = self.cross_attn.read(source, source_mask)
+            x = self._leave(x, self.cross_attn(self._enter(x, self.cross_attn_norm), keys), self.cross_attn_norm)
         out = self.feed_forward(self._enter(x, self.feed_forward_norm))
-        return self._leave(x, out, self.feed_forward_norm), step, read
+        return self._leave(x, out, self.feed_forward_norm), update, keys
 
     def _enter(self, x: Tensor, norm: nn.Module) -> Tensor:
         return norm(x) if self.is_pre_norm else x
@@ -95,13 +95,13 @@ class Block(GradientCheckpointingLayer):
         return x if self.is_pre_norm else norm(x)
 
     def _attend(
-        self, x: Tensor, key_padding_mask: Tensor | None, bias: Tensor | None, remembered: SubquadLayer | None
-    ) -> tuple[Tensor, Step[State] | None]:
-        if remembered is None:
+        self, x: Tensor, key_padding_mask: Tensor | None, bias: Tensor | None, cache: SubquadLayer | None
+    ) -> tuple[Tensor, Update[State] | None]:
+        if cache is None:
             return self.self_attn(x, is_causal=self.is_causal, key_padding_mask=key_padding_mask, attn_mask=bias), None
-        before = remembered.state
+        before = cache.state
 
-        def again(keep: int) -> State:
+        def recompute(keep: int) -> State:
             mask = None if key_padding_mask is None else key_padding_mask[:, :keep]
             _, state = self.self_attn(x[:, :keep], is_causal=True, key_padding_mask=mask, state=before, return_state=True)
             return state
@@ -109,7 +109,7 @@ class Block(GradientCheckpointingLayer):
         out, state = self.self_attn(
             x, is_causal=True, key_padding_mask=key_padding_mask, attn_mask=bias, state=before, return_state=True
         )
-        return out, Step(state, x.shape[1], again)
+        return out, Update(state, x.shape[1], recompute)
 
 
 def _attention(config: SubquadConfig, method: Mechanism, rotary: float | None) -> Attention:

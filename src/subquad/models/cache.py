@@ -1,11 +1,11 @@
-"""`SubquadCache`: what a decoder remembers between tokens, as a Hugging Face `Cache` whose layers hold subquad states."""
+"""`SubquadCache`: the Hugging Face cache of a decoder. Its layers hold decode states instead of keys and values."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,62 +21,68 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Step(Generic[T]):
-    """What a piece of tokens makes of a value: the new one, and a way to compute it for the first few of them only."""
+class Update(Generic[T]):
+    """What a piece of tokens changes a value to.
 
-    new: T
+    Args:
+        value: the new value.
+        tokens: the length of the piece.
+        recompute: computes the value after the first few tokens of the piece only; called with their number.
+    """
+
+    value: T
     tokens: int
-    again: Callable[[int], T]
+    recompute: Callable[[int], T]
 
 
-class Rolling(Generic[T]):
-    """A value that each piece of tokens replaces; while recording, with the way back."""
+class Rewindable(Generic[T]):
+    """A value that each piece of tokens replaces. While recording, it can go back to what it was."""
 
     def __init__(self) -> None:
         self.value: T | None = None
-        self.recording = False
-        self._steps: list[tuple[T | None, Step[T]]] = []
+        self.is_recording = False
+        self._updates: list[tuple[T | None, Update[T]]] = []  # with the value before each
 
-    def take(self, step: Step[T]) -> None:
-        if self.recording:
-            self._steps.append((self.value, step))
-        self.value = step.new
+    def apply(self, update: Update[T]) -> None:
+        if self.is_recording:
+            self._updates.append((self.value, update))
+        self.value = update.value
 
     def map(self, change: Callable[[T], T]) -> None:
-        """Change the value, and all that was recorded on the way to it."""
+        """Change the value, and everything recorded."""
 
-        def changed(again: Callable[[int], T]) -> Callable[[int], T]:
-            return lambda keep: change(again(keep))
+        def changed(recompute: Callable[[int], T]) -> Callable[[int], T]:
+            return lambda keep: change(recompute(keep))
 
-        self._steps = [
-            (None if before is None else change(before), Step(change(step.new), step.tokens, changed(step.again)))
-            for before, step in self._steps
+        self._updates = [
+            (None if before is None else change(before), Update(change(new.value), new.tokens, changed(new.recompute)))
+            for before, new in self._updates
         ]
         if self.value is not None:
             self.value = change(self.value)
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `tokens`, and what was recorded."""
-        known = sum(step.tokens for _, step in self._steps)
-        if tokens > known:
+        """Go back by `tokens`, and drop everything recorded."""
+        recorded = sum(update.tokens for _, update in self._updates)
+        if tokens > recorded:
             raise StateError(
-                f"a cache goes back over the tokens it has recorded; got {tokens} to remove, and {known} are recorded. "
-                "Call activate_past_recording() before the tokens that may have to go."
+                f"a cache can remove only the tokens that it has recorded; got {tokens} to remove, and {recorded} are "
+                "recorded. Call activate_past_recording() before the tokens that may have to be removed."
             )
         while tokens:
-            before, step = self._steps.pop()
-            keep = max(step.tokens - tokens, 0)
-            tokens -= step.tokens - keep
-            self.value = step.again(keep) if keep else before
-        self._steps.clear()
+            before, update = self._updates.pop()
+            keep = max(update.tokens - tokens, 0)
+            tokens -= update.tokens - keep
+            self.value = update.recompute(keep) if keep else before
+        self._updates.clear()
 
     def reset(self) -> None:
         self.value = None
-        self._steps.clear()
+        self._updates.clear()
 
 
 class SubquadLayer(CacheLayerMixin):
-    """One layer's part: the state of its self-attention, and the keys and values of the source it also attends to."""
+    """The cache of one layer: the state of its self-attention, and the keys and values of the source it also attends to."""
 
     is_compileable = False
     is_croppable = True
@@ -85,7 +91,7 @@ class SubquadLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.past: Rolling[State] = Rolling()
+        self.past: Rewindable[State] = Rewindable()
         self.source: Source | None = None
 
     @property
@@ -104,12 +110,12 @@ class SubquadLayer(CacheLayerMixin):
 
     @property
     def record_past(self) -> bool:
-        return self.past.recording
+        return self.past.is_recording
 
     @record_past.setter
-    def record_past(self, recording: bool) -> None:
-        self.past.recording = recording
-        if not recording:
+    def record_past(self, is_recording: bool) -> None:
+        self.past.is_recording = is_recording
+        if not is_recording:
             self.past.crop(0)
 
     def activate_past_recording(self) -> None:
@@ -129,11 +135,11 @@ class SubquadLayer(CacheLayerMixin):
 
     def update(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
-            "a SubquadCache holds states of mechanisms, not another model's keys and values. Pass it to a subquad model."
+            "a SubquadCache holds decode states, not another model's keys and values. Pass it to a subquad model."
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens."""
+        """Remove the last -tokens_to_remove tokens."""
         self.past.crop(_removed(tokens_to_remove))
 
     def reset(self) -> None:
@@ -154,53 +160,53 @@ class SubquadLayer(CacheLayerMixin):
 
 
 class ConvertedLayer(SubquadLayer):
-    """The part of a converted model's layer. That model's attention hands its keys to the cache, and then to the mechanism,
-    which finds this layer behind them.
+    """The cache of one layer of a converted model.
+
+    The model's own attention module updates it with keys, as it would any cache, and then calls the mechanism, which updates it
+    with a state. Hooks around the attention module (`converted.caches`) pass it to the mechanism.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_waiting = False  # for the mechanism that the keys were handed to
-
-    @staticmethod
-    def behind(key: Tensor) -> ConvertedLayer | None:
-        return getattr(key, "_subquad_layer", None)
+        self.expects: Literal["nothing", "keys", "state"] = "nothing"
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.is_waiting:
+        if self.expects != "keys":
             raise UnsupportedError(
-                "a SubquadCache holds states of mechanisms, and the attention that it was passed to has none. Pass it to the "
-                "converted model that it was made for; after a call that was refused, begin with a new one."
+                "a SubquadCache holds decode states, and the attention that it was passed to has no mechanism to continue from "
+                "them. Pass it to the converted model that it was made for."
             )
-        key_states._subquad_layer, self.is_waiting = self, True  # type: ignore[attr-defined]
+        self.expects = "state"
         return key_states, value_states
 
-    def take(self, step: Step[State]) -> None:
-        self.past.take(step)
-        self.is_waiting = False
+    def apply(self, update: Update[State]) -> None:
+        self.past.apply(update)
+        self.expects = "nothing"
 
     def reset(self) -> None:
         super().reset()
-        self.is_waiting = False
+        self.expects = "nothing"
 
 
 class SubquadCache(Cache):
-    """A cache for the decoder of a subquad model, or of a converted one; `generate` makes one, or takes one to go on from.
+    """A cache for the decoder of a subquad model or of a converted model; `generate` makes one, or continues from one.
 
-    Its size is that of the mechanisms' states: constant for kernelized ones, bounded for windowed ones, growing for softmax.
-    """
+    It is as large as the states of the mechanisms: constant for kernelized ones, bounded for windowed ones, growing for
+    softmax."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         layers: list[SubquadLayer]
         if isinstance(config, SubquadConfig):
             decoder = config.decoder_part() if config.is_encoder_decoder else config
             layers = [SubquadLayer() for _ in range(decoder.num_hidden_layers)]
-        elif (converted := getattr(config, "subquad", None)) is not None:
-            layers = [ConvertedLayer() for _ in range(converted["cache_layers"])]
+        elif (record := getattr(config, "subquad", None)) is not None:
+            layers = [ConvertedLayer() for _ in range(record["cache_layers"])]
         else:
-            raise InputError(f"SubquadCache takes the config of a subquad or a converted model; got {type(config).__name__}.")
+            raise InputError(
+                f"SubquadCache takes the config of a subquad model or of a converted model; got {type(config).__name__}."
+            )
         super().__init__(layers=layers)
-        self.position: Rolling[Tensor] = Rolling()  # (B,): real tokens so far
+        self.position: Rewindable[Tensor] = Rewindable()  # (B,): real tokens so far
 
     @property
     def nbytes(self) -> int:
@@ -210,10 +216,10 @@ class SubquadCache(Cache):
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
-        self.position.recording = True
+        self.position.is_recording = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens, as assisted decoding does; needs `activate_past_recording` before them."""
+        """Remove the last -tokens_to_remove tokens, as assisted decoding does; needs `activate_past_recording` before them."""
         if self.position.value is not None:
             self.position.crop(_removed(tokens_to_remove))
         super().crop(tokens_to_remove)
@@ -243,12 +249,12 @@ def _removed(tokens_to_remove: int) -> int:
         number = 1
     if number > 0:
         raise StateError(
-            f"crop takes how many tokens to remove as a whole number below 0, as in crop(-3); got {tokens_to_remove!r}."
+            f"crop takes minus the number of tokens to remove, a whole number such as -3; got {tokens_to_remove!r}."
         )
     return -number
 
 
 def _rows(indices: Tensor) -> Tensor:
     if not isinstance(indices, Tensor):
-        raise InputError(f"rows are named by a tensor of indices, or of True and False; got {type(indices).__name__}.")
+        raise InputError(f"indices must be a tensor of row numbers or a bool tensor; got {type(indices).__name__}.")
     return indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices

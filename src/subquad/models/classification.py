@@ -19,9 +19,9 @@ from subquad.models.transformer import SubquadModel, SubquadPreTrainedModel
 
 
 def pooled(hidden: Tensor, attention_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """(B, N, dim) -> (B, dim): the mean of a row's real tokens or, where only the last has seen all others, the last."""
+    """(B, N, dim) -> (B, dim): the mean of the real tokens of a row; if causal, the last one, which has seen all others."""
     if not hidden.shape[1]:
-        raise InputError("a label is for a sequence of at least one token; got none.")
+        raise InputError("a sequence to classify must have at least one token; got none.")
     if attention_mask is None:
         return hidden[:, -1] if is_causal else hidden.mean(1)
     real = attention_mask.to(hidden.device).bool()
@@ -34,13 +34,13 @@ def pooled(hidden: Tensor, attention_mask: Tensor | None, is_causal: bool) -> Te
 
 
 class _Classifier(SubquadPreTrainedModel):
-    """Blocks, and a linear map to the labels' logits."""
+    """Blocks, and a linear map to the logits of the labels."""
 
     def __init__(self, config: SubquadConfig, **fields: Any) -> None:
         super().__init__(config, **fields)
         self.num_labels = config.num_labels
         if not self.num_labels or self.num_labels < 1:
-            raise InputError(f"{type(self).__name__} needs num_labels of at least 1; got {self.num_labels!r}.")
+            raise InputError(f"num_labels must be at least 1 for {type(self).__name__}; got {self.num_labels!r}.")
         self.model = SubquadModel(self.config)
         self.dropout = nn.Dropout(config.dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
@@ -50,7 +50,7 @@ class _Classifier(SubquadPreTrainedModel):
 
 
 class SubquadForSequenceClassification(_Classifier):
-    """One label, several labels or a number for a whole sequence, from the mean of its tokens; of a decoder, from the last."""
+    """One label, several labels or a number for a sequence, from the mean of its tokens; in a decoder, from the last token."""
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
@@ -99,7 +99,7 @@ class SubquadForTokenClassification(_Classifier):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> TokenClassifierOutput:
-        """Logits (B, N, L), and with `labels` (B, N), -100 for tokens that count for nothing, the mean loss."""
+        """Logits (B, N, L), and with `labels` (B, N), -100 for tokens to ignore, the mean loss."""
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -117,7 +117,7 @@ class SubquadForTokenClassification(_Classifier):
 
 
 class SubquadForImageClassification(_Classifier):
-    """A label for an image, read as a row of patches, from the top left; with `patch_size=1` every pixel is a token."""
+    """A label for an image, read as a sequence of patches from the top left; with `patch_size=1` every pixel is a token."""
 
     main_input_name = "pixel_values"
 

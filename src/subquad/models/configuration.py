@@ -1,4 +1,4 @@
-"""`SubquadConfig`: the sizes, the mechanisms and the positions of a transformer, in Hugging Face's names."""
+"""`SubquadConfig`: the sizes, mechanisms and positions of a transformer, with Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHOICES = {
     "norm_position": ("pre", "post"),
     "hidden_act": ("relu", "gelu", "swiglu"),
 }
-# What Hugging Face's own classes pass beside the fields below.
+# What Hugging Face's own classes pass besides the fields below.
 _KNOWN = {
     "num_labels", "torch_dtype", "name_or_path", "output_attentions", "attn_implementation", "experts_implementation",
     "per_layer_config", "auto_map", "custom_pipelines", "quantization_config", "tokenizer_class", "task_specific_params",
@@ -36,27 +36,27 @@ class SubquadConfig(PreTrainedConfig):
     """A transformer with any mechanism inside.
 
     Args:
-        vocab_size: how many token ids there are; None for models that read no tokens.
-        hidden_size, intermediate_size: width of the tokens, and of the feed-forward layer inside.
-        num_hidden_layers: how many blocks; `num_decoder_layers` (default the same) of the decoder beside an encoder.
+        vocab_size: the number of token ids; None for models that read no tokens.
+        hidden_size, intermediate_size: width of the tokens, and of the feed-forward layer.
+        num_hidden_layers: number of blocks; in an encoder-decoder the decoder has `num_decoder_layers` (default the same).
         num_attention_heads, num_key_value_heads, head_dim: H, K (default H) and D (default hidden_size / H).
-        method: the mechanism of self-attention: a name, a config object such as `subquad.BigBird(block=32)`, a list with one
-            entry a layer, or a phrase such as "linear, softmax every 4th layer".
-        decoder_method: in an encoder-decoder, that of the decoder's self-attention (default `method`).
-        cross_method: that of cross-attention (default `decoder_method`).
-        position: "rotary", "sinusoidal", "learned", "relative_bias" (T5's buckets), "alibi" or "none". Positions count each
-            row's real tokens, so padding on any side does not move them. The two biases need scores to add to.
-        max_position_embeddings: the length of the learned table (default 4096); no other kind has a limit.
+        method: the mechanism of self-attention: a name, a mechanism such as `subquad.BigBird(block=32)`, a list with one entry
+            per layer, or a phrase such as "linear, softmax every 4th layer".
+        decoder_method: the mechanism of the decoder's self-attention in an encoder-decoder (default `method`).
+        cross_method: the mechanism of cross-attention (default `decoder_method`).
+        position: "rotary", "sinusoidal", "learned", "relative_bias" (T5's buckets), "alibi" or "none". Positions count the real
+            tokens of each row, so padding on any side does not shift them. The two biases need scores to add to.
+        max_position_embeddings: the length of the learned table (default 4096); the other positions have no limit.
         rope_theta: the base of rotary positions.
         relative_attention_num_buckets, relative_attention_max_distance: of the relative bias.
-        norm, norm_position, norm_eps: "layer" or "rms"; "pre" (with a last one after all blocks) or "post".
+        norm, norm_position, norm_eps: "layer" or "rms"; "pre" (with a final one after all blocks) or "post".
         hidden_act: "relu", "gelu" or "swiglu".
-        dropout: of embeddings and of what each sub-layer adds; `attention_dropout` of attention weights.
-        attention_bias, mlp_bias: whether those projections have one.
+        dropout: of embeddings and of the output of each sub-layer; `attention_dropout` of attention weights.
+        attention_bias, mlp_bias: whether those projections have a bias.
         is_decoder: causal, with a cache. Set by the classes that need it.
         add_cross_attention: the blocks also attend to `encoder_hidden_states`.
-        image_size, patch_size, num_channels: of images: a side or (height, width), divided into patches, down to one pixel.
-    """
+        image_size, patch_size, num_channels: of images: one side or (height, width), and the side of a patch, down to one
+    pixel."""
 
     model_type: ClassVar[str] = "subquad"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -109,7 +109,8 @@ class SubquadConfig(PreTrainedConfig):
             self.max_position_embeddings = 4096
         if kwargs.get("attn_implementation") not in (None, "eager"):
             raise OptionError(
-                f"method says how to attend; got attn_implementation={kwargs['attn_implementation']!r}. Leave it out."
+                "the attention of a subquad model is set by method; got "
+                f"attn_implementation={kwargs['attn_implementation']!r}. Leave it out."
             )
         super().__post_init__(**kwargs)
         self.check()
@@ -145,7 +146,7 @@ class SubquadConfig(PreTrainedConfig):
         return height, width
 
     def encoder_part(self) -> SubquadConfig:
-        """The encoder's part of an encoder-decoder."""
+        """The config of the encoder in an encoder-decoder."""
         return self.changed(
             is_encoder_decoder=False,
             is_decoder=False,
@@ -156,7 +157,7 @@ class SubquadConfig(PreTrainedConfig):
         )
 
     def decoder_part(self) -> SubquadConfig:
-        """The decoder's part of an encoder-decoder."""
+        """The config of the decoder in an encoder-decoder."""
         return self.changed(
             is_encoder_decoder=False,
             is_decoder=True,
@@ -168,7 +169,7 @@ class SubquadConfig(PreTrainedConfig):
         )
 
     def changed(self, **fields: Any) -> SubquadConfig:
-        """A copy with other values in some fields."""
+        """A copy with some fields replaced."""
         config = copy.deepcopy(self)
         for name, value in fields.items():
             setattr(config, name, value)
@@ -191,14 +192,14 @@ class SubquadConfig(PreTrainedConfig):
                 raise InputError(f"{name} must be a finite number above 0; got {value!r}.")
         theta = self.rope_theta
         if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 1 < theta < math.inf:
-            raise InputError(f"rope_theta is the base of rotary angles, a number above 1 such as 10000.0; got {theta!r}.")
+            raise InputError(f"rope_theta must be a finite number above 1, such as 10000.0; got {theta!r}.")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
                 near = closest(value, choices) if isinstance(value, str) else "."
-                raise OptionError(f"{name} is one of {', '.join(map(repr, choices))}; got {value!r}{near}")
+                raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}{near}")
         if self.position == "learned" and self.max_position_embeddings is None:
-            raise InputError("position='learned' needs a table; set max_position_embeddings.")
+            raise InputError("position='learned' needs the length of its table; got None. Set max_position_embeddings.")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise InputError(
                 f"hidden_size must be a multiple of num_attention_heads unless head_dim is given; "
@@ -211,7 +212,7 @@ class SubquadConfig(PreTrainedConfig):
         self._check_methods(direction=False)
 
     def check_model(self) -> None:
-        """Refuse what no model can be built from; the direction is known by now."""
+        """Refuse what no model can be built from; at this point `is_decoder` is final."""
         self.check()
         self._check_methods(direction=True)
         if self.is_encoder_decoder:
@@ -220,7 +221,9 @@ class SubquadConfig(PreTrainedConfig):
         alone |= {} if self.add_cross_attention else {"cross_method": self.cross_method}
         for name, value in alone.items():
             if value is not None:
-                raise OptionError(f"{name} belongs to an encoder-decoder, and this model is none; got {value!r}. Leave it out.")
+                raise OptionError(
+                    f"{name} is only for encoder-decoders, and this model is not one; got {value!r}. Leave it out."
+                )
 
     def _check_methods(self, direction: bool, own: str = "method") -> None:
         if self.is_encoder_decoder:

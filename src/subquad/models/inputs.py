@@ -1,4 +1,4 @@
-"""The rules that a model's inputs keep, beside those of attention itself."""
+"""Checks of the inputs of models, besides those of attention itself."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from subquad.errors import InputError
 from subquad.models.cache import SubquadCache
 
-IGNORED = -100  # the label that counts for nothing
+IGNORED = -100  # the label of tokens that the loss ignores
 
 
 def tokens(name: str, ids: Tensor | None, embeds: Tensor | None, vocab_size: int | None) -> None:
-    """Exactly one of ids (B, N) in the vocabulary and embeddings (B, N, dim)."""
+    """Require exactly one of ids (B, N) in the vocabulary and embeddings (B, N, dim)."""
     if (ids is None) == (embeds is None):
         other = name.replace("input_ids", "inputs_embeds")
         raise InputError(f"pass exactly one of {name} and {other}; got {'neither' if ids is None else 'both'}.")
@@ -21,7 +21,7 @@ def tokens(name: str, ids: Tensor | None, embeds: Tensor | None, vocab_size: int
 
 
 def vocabulary(name: str, ids: Tensor, vocab_size: int | None, *, ignored: int | None = None) -> None:
-    """Integer ids (B, N) from 0 to below `vocab_size`, or `ignored`."""
+    """Require integer ids (B, N) below `vocab_size`, or equal to `ignored`."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 2:
         came = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InputError(f"{name} must be token ids of int32 or int64, (batch, length); got {came}.")
@@ -34,15 +34,15 @@ def vocabulary(name: str, ids: Tensor, vocab_size: int | None, *, ignored: int |
         outside &= ids != ignored
     if bool(outside.any()):
         row, column = outside.nonzero()[0].tolist()
-        hint = "Is the tokenizer the model's own?" if ignored is None else f"What is not to be predicted is {ignored}."
+        hint = "Is it the tokenizer of this model?" if ignored is None else f"Use {ignored} for tokens that are not predicted."
         raise InputError(
-            f"{name} must lie in the vocabulary, 0 to {vocab_size - 1}; got {int(ids[row, column])} in row {row}, place "
+            f"{name} must lie in the vocabulary, 0 to {vocab_size - 1}; got {int(ids[row, column])} in row {row}, column "
             f"{column}. {hint}"
         )
 
 
 def targets(labels: Tensor, like: Tensor, vocab_size: int | None) -> Tensor:
-    """Labels in the vocabulary, or -100, one for each of `like` (B, N, ...); as int64, which the loss takes."""
+    """Labels in the vocabulary, or -100, one for each token of `like` (B, N, ...); as int64, which the loss needs."""
     vocabulary("labels", labels, vocab_size, ignored=IGNORED)
     if labels.shape != like.shape[:2]:
         raise InputError(f"labels must be (batch, tokens) = {tuple(like.shape[:2])}; got {tuple(labels.shape)}.")
@@ -50,7 +50,7 @@ def targets(labels: Tensor, like: Tensor, vocab_size: int | None) -> Tensor:
 
 
 def classes(labels: Tensor, logits: Tensor, problem_type: str | None) -> Tensor:
-    """Labels that fit logits (..., L): classes below L or -100; numbers, or several labels at once, of the logits' shape."""
+    """Labels that fit logits (..., L): classes below L, or -100; for regression or several labels, the shape of the logits."""
     count = logits.shape[-1]
     if not isinstance(labels, Tensor):
         raise InputError(f"labels must be a tensor; got {type(labels).__name__}.")
@@ -66,7 +66,7 @@ def classes(labels: Tensor, logits: Tensor, problem_type: str | None) -> Tensor:
         raise InputError(f"labels must be integer classes, {tuple(logits.shape[:-1])}; got {came}.")
     if _is_readable(labels) and bool(((labels != IGNORED) & ((labels < 0) | (labels >= count))).any()):
         raise InputError(
-            f"labels must be classes from 0 to {count - 1}, or {IGNORED} for none; got values from {labels.min()} to "
+            f"labels must be classes from 0 to {count - 1}, or {IGNORED} to be ignored; got values from {labels.min()} to "
             f"{labels.max()}. Set num_labels."
         )
     return labels.long()
@@ -75,9 +75,9 @@ def classes(labels: Tensor, logits: Tensor, problem_type: str | None) -> Tensor:
 def padding(
     name: str, mask: Tensor | None, shape: tuple[int, int], past: int = 0, counted: Tensor | None = None
 ) -> Tensor | None:
-    """The mask of the last tokens as bool; None if all are real. `mask` is (B, past + N), 1 or True for real tokens.
+    """The mask of the new tokens as bool; None if all are real. `mask` is (B, past + N), 1 or True for real tokens.
 
-    `counted` (B,) is how many of the past tokens were real when they came.
+    `counted` (B,) is the number of real tokens in the cache.
     """
     if mask is None:
         return None
@@ -95,20 +95,20 @@ def padding(
     if counted is not None and bool((differs := mask[:, :past].sum(1) != counted).any()):
         row = int(differs.nonzero()[0])
         raise InputError(
-            f"{name} must name the pads of the past as they were; row {row} has {int(counted[row])} real tokens in the cache, "
-            f"and {int(mask[row, :past].sum())} here."
+            f"{name} must have the same pads for past tokens as before; row {row} has {int(counted[row])} real tokens in the "
+            f"cache, and {int(mask[row, :past].sum())} here."
         )
     mask = mask[:, past:]
     return None if bool(mask.all()) else mask.bool()
 
 
 def cache(past: object, layers: int, is_decoder: bool, use_cache: bool | None) -> None:
-    """A cache of this model, and only for a decoder."""
+    """Require a cache of this model, and only for a decoder."""
     if past is None and not use_cache:
         return
     if not is_decoder:
         raise InputError(
-            "a cache belongs to a causal model, and this one is bidirectional; leave past_key_values and use_cache out."
+            "only a causal model has a cache, and this one is bidirectional. Leave past_key_values and use_cache out."
         )
     if past is not None and not isinstance(past, SubquadCache):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Language models: causal, with generation, and masked.
+"""Language models: causal ones, which generate, and masked ones.
 
 B batch, N tokens, V vocabulary.
 """
@@ -32,14 +32,18 @@ class SubquadGenerationMixin(GenerationMixin):
     ) -> None:
         if generation_config.cache_implementation is not None:
             raise InputError(
-                "a subquad model generates with a SubquadCache, whose size is that of its mechanisms' states; "
+                "a subquad model generates with a SubquadCache, which is as large as the states of its mechanisms; "
                 f"got cache_implementation={generation_config.cache_implementation!r}. Leave it out."
             )
         if generation_config.assistant_early_exit is not None:
-            raise InputError("a subquad model cannot leave out its last layers to assist itself; pass an assistant_model.")
+            raise InputError(
+                "a subquad model cannot assist itself with its first layers; got assistant_early_exit. Pass an assistant_model."
+            )
         given = model_kwargs.get("past_key_values")
         if mode == GenerationMode.ASSISTED_GENERATION and given is not None and given.get_seq_length():
-            raise InputError("assisted decoding begins with an empty cache; leave past_key_values out, or the assistant.")
+            raise InputError(
+                "assisted decoding starts with an empty cache; got one with tokens. Leave past_key_values or the assistant out."
+            )
         if generation_config.use_cache is False or given is not None:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)
             return
@@ -57,8 +61,8 @@ class SubquadGenerationMixin(GenerationMixin):
         is_new_only = not self.config.is_encoder_decoder and covered == past + input_ids.shape[1]
         if past and input_ids.shape[1] <= past and not is_new_only:
             raise InputError(
-                f"to go on from a cache, pass the whole text with the tokens that are new; the cache holds {past} tokens, and "
-                f"the text has {input_ids.shape[1]}."
+                f"to continue from a cache, pass the whole text, including the tokens in the cache; the cache has {past} "
+                f"tokens, and the text has {input_ids.shape[1]}."
             )
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
@@ -73,7 +77,7 @@ class SubquadGenerationMixin(GenerationMixin):
 
 
 def _drop_positions(kwargs: dict[str, Any], length: int) -> None:
-    """Another model that this one assists passes position_ids: they must be those that follow from the mask."""
+    """A model that this one assists passes position_ids; they must be those that follow from the mask."""
     given = kwargs.pop("position_ids", None)
     if given is None:
         return
@@ -82,12 +86,12 @@ def _drop_positions(kwargs: dict[str, Any], length: int) -> None:
     given, implied = given.cpu()[:, -length:], implied.cpu()[:, -length:]
     real = torch.ones_like(implied, dtype=torch.bool) if mask is None else mask.bool().cpu()[:, -length:]
     if given.shape[1] != implied.shape[1] or bool(((given != implied) & real).any()):
-        raise InputError("positions follow from the attention_mask; got other position_ids. Leave them out.")
+        raise InputError("position_ids must be those that follow from the attention_mask; got others. Leave them out.")
 
 
 def require_vocabulary(model: object, config: SubquadConfig) -> int:
     if config.vocab_size is None:
-        raise InputError(f"{type(model).__name__} predicts tokens, so it needs a vocab_size; got None.")
+        raise InputError(f"{type(model).__name__} predicts tokens, so vocab_size must be a number; got None.")
     return config.vocab_size
 
 
@@ -100,7 +104,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, SubquadGenerationMixin):
     def __init__(self, config: SubquadConfig) -> None:
         if isinstance(config, SubquadConfig) and config.architectures and not config.is_decoder:
             saved = ", ".join(config.architectures)
-            raise InputError(f"this config is of a bidirectional {saved}; set is_decoder=True to read from left to right only.")
+            raise InputError(f"this config was saved by the bidirectional {saved}. Set is_decoder=True to make it causal.")
         super().__init__(config, is_decoder=True)
         self.model = SubquadModel(self.config)
         self.lm_head = nn.Linear(config.hidden_size, require_vocabulary(self, config), bias=False)
@@ -123,13 +127,13 @@ class SubquadForCausalLM(SubquadPreTrainedModel, SubquadGenerationMixin):
         """Logits (B, N, V), and with `labels` (B, N) the mean loss of predicting each label from the tokens before it.
 
         Args:
-            labels: usually `input_ids` themselves; -100 counts for nothing.
-            logits_to_keep: compute those of the last so many tokens only; 0 for all.
-            num_items_in_batch: divide the summed loss by this instead of the labels here, as `Trainer` does.
+            labels: usually `input_ids` themselves; -100 for tokens to ignore.
+            logits_to_keep: compute the logits of this many last tokens only; 0 for all.
+            num_items_in_batch: divide the summed loss by this number instead of the number of labels, as `Trainer` does.
             attention_mask, inputs_embeds, past_key_values, use_cache: as in `SubquadModel`.
         """
         if isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
-            raise InputError(f"logits_to_keep is a whole number, 0 for all; got {logits_to_keep!r}.")
+            raise InputError(f"logits_to_keep must be a whole number, 0 for all; got {logits_to_keep!r}.")
         if labels is not None and logits_to_keep:
             raise InputError("the loss needs all logits; got labels and logits_to_keep. Leave one out.")
         outputs = self.model(
@@ -153,7 +157,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, SubquadGenerationMixin):
 
 
 class SubquadForMaskedLM(SubquadPreTrainedModel):
-    """An encoder that predicts the tokens behind masks."""
+    """An encoder that predicts masked tokens."""
 
     accepts_loss_kwargs = True
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - Hugging Face's attribute
@@ -162,7 +166,7 @@ class SubquadForMaskedLM(SubquadPreTrainedModel):
         super().__init__(config)
         if config.is_decoder:
             raise InputError(
-                "SubquadForMaskedLM reads in both directions; got is_decoder=True. Set it to False to change that."
+                "SubquadForMaskedLM is bidirectional; got is_decoder=True. Set it to False, or use SubquadForCausalLM."
             )
         self.model = SubquadModel(self.config)
         self.lm_head = nn.Linear(config.hidden_size, require_vocabulary(self, config), bias=False)
@@ -179,7 +183,7 @@ class SubquadForMaskedLM(SubquadPreTrainedModel):
         output_attentions: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> MaskedLMOutput:
-        """Logits (B, N, V), and with `labels` (B, N), -100 where nothing is to be predicted, the mean loss."""
+        """Logits (B, N, V), and with `labels` (B, N), -100 for tokens to ignore, the mean loss."""
         outputs = self.model(
             input_ids,
             attention_mask,

@@ -1,8 +1,8 @@
-"""What `method` of a model's config may be, by layer and in JSON.
+"""The field `method` of a model's config: what it may be, by layer and in JSON.
 
     "linear"                                 the same in all layers
     subquad.BigBird(block=32)                with options
-    ["local", "linear", "softmax"]           one entry a layer
+    ["local", "linear", "softmax"]           one entry per layer
     "linear, softmax every 4th layer"        layers 4, 8, 12, ... differ
 
 A saved config holds every option of each mechanism, so that later defaults change no saved model.
@@ -21,14 +21,14 @@ _EVERY = re.compile(r"\s*(?P<most>\w+)\s*,\s*(?P<other>\w+) every (?P<n>\d+)(?:s
 
 
 def from_json(method: Any) -> Any:
-    """`method` with mechanisms where JSON has records of them; anything else as it is."""
+    """`method` with records of JSON turned into mechanisms; anything else is left alone."""
     if isinstance(method, (list, tuple)):
         return [from_json(entry) for entry in method]
     return from_record(method) if isinstance(method, dict) else method
 
 
 def to_json(method: Any, layers: int) -> Any:
-    """The same as plain values: a record of the name and all options for each mechanism."""
+    """`method` as JSON: a record of the name and all options for each mechanism."""
     if method is None:
         return None
     if isinstance(method, (list, tuple)) or _phrase(method):
@@ -41,18 +41,18 @@ def by_layer(method: Any, layers: int, field: str) -> list[Mechanism]:
     if isinstance(method, (list, tuple)):
         if len(method) != layers:
             raise OptionError(
-                f"{field} as a list has one entry a layer, {layers} of them; got {len(method)}. "
+                f"{field} as a list must have one entry per layer, so {layers}; got {len(method)}. "
                 'For a pattern write, for example, "linear, softmax every 4th layer".'
             )
         return [resolve(from_json(entry)) for entry in method]
     if phrase := _phrase(method):
         step = int(phrase["n"])
         if not 1 <= step <= layers:
-            raise OptionError(f"{field}={method!r} needs a step from 1 to the number of layers, {layers}; got {step}.")
+            raise OptionError(f"{field}={method!r} must have a step from 1 to the number of layers, {layers}; got {step}.")
         most, other = resolve(phrase["most"]), resolve(phrase["other"])
         return [other if layer % step == 0 else most for layer in range(1, layers + 1)]
     if isinstance(method, str) and " every " in method:
-        raise OptionError(f'{field} as a phrase reads "linear, softmax every 4th layer"; got {method!r}.')
+        raise OptionError(f'{field} as a phrase must be like "linear, softmax every 4th layer"; got {method!r}.')
     return [resolve(from_json(method))] * layers
 
 

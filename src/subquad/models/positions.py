@@ -1,4 +1,4 @@
-"""Where a token stands: added to its embedding, or to the scores. Rotary positions are in `subquad.rotary`.
+"""Positions of tokens, added to their embeddings or to the scores. Rotary positions are in `subquad.rotary`.
 
 B batch, H heads, N queries, M keys.
 """
@@ -18,7 +18,7 @@ from subquad.models.configuration import SubquadConfig
 class Sinusoidal(nn.Module):
     """sqrt(dim) x + [sin(p f), cos(p f)],  f_c = 10000^(-2c/dim). Vaswani et al., 2017, arXiv:1706.03762, section 3.5.
 
-    An odd dim has the sines and cosines of dim + 1, without the last one.
+    For an odd dim, the sines and cosines of dim + 1 without the last one.
     """
 
     def __init__(self, config: SubquadConfig) -> None:
@@ -44,20 +44,20 @@ class Learned(nn.Module):
         self.table = nn.Embedding(config.max_position_embeddings, config.hidden_size)
 
     def forward(self, x: Tensor, position: Tensor, longest: int) -> Tensor:
-        """x (B, N, dim) at positions (B, N), none beyond `longest`."""
+        """x (B, N, dim) at positions (B, N), all below `longest`."""
         size = self.table.num_embeddings
         if longest > size and not position.is_meta:
             longest = int(position.max()) + 1 if position.numel() else 0  # pads take no position
         if longest > size:
             raise InputError(
                 f"the learned table has max_position_embeddings={size} positions; got a sequence of {longest} tokens. "
-                "Pass fewer, build with a larger table, or choose position='rotary', which has no limit."
+                "Pass fewer tokens, build a model with a larger table, or choose position='rotary', which has no limit."
             )
         return x + self.table(position)
 
 
 class RelativeBias(nn.Module):
-    """A learned bias a head for each bucket of distances j - i: exact when near, logarithmic when far.
+    """A learned bias per head for each bucket of distances j - i: exact when near, logarithmic when far.
 
     Raffel et al., 2020, arXiv:1910.10683, section 2.1. All layers share it.
     """
@@ -73,7 +73,7 @@ class RelativeBias(nn.Module):
         self.table = nn.Embedding(buckets, config.num_attention_heads)
         if self._exact >= self.max_distance:
             raise InputError(
-                f"relative_attention_max_distance must be above the distances with a bucket of their own, {self._exact}; "
+                f"relative_attention_max_distance must be above the number of exact buckets, {self._exact}; "
                 f"got {self.max_distance}."
             )
 
@@ -89,14 +89,14 @@ class RelativeBias(nn.Module):
         return bucket if self.is_causal else bucket + (distance > 0) * self._each
 
     def borders(self) -> list[int]:
-        """The least distance of each bucket beyond the first with several: exact (max/exact)^(k/n), rounded up, k = 1..n-1."""
+        """The smallest distance of each wide bucket but the first: exact (max/exact)^(k/n), rounded up, k = 1..n-1."""
         n, exact, longest = self._each - self._exact, self._exact, self.max_distance
-        powers = (exact ** (n - k) * longest**k for k in range(1, n))  # whole numbers, so that no border is rounded away
+        powers = (exact ** (n - k) * longest**k for k in range(1, n))  # whole numbers, so that rounding shifts no border
         return [bisect_left(range(longest), power, key=lambda distance: distance**n) for power in powers]
 
     @property
     def _each(self) -> int:
-        """Buckets for each direction."""
+        """Buckets per direction."""
         return self.table.num_embeddings if self.is_causal else self.table.num_embeddings // 2
 
     @property
@@ -117,7 +117,7 @@ class Alibi(nn.Module):
         return -slope * (key[:, None, :] - query[:, :, None]).abs().unsqueeze(1)
 
     def slopes(self) -> list[float]:
-        """2^(-8h/H) for h = 1..H; where H is no power of two, those of the power below and every second of the one above."""
+        """2^(-8h/H) for h = 1..H; if H is no power of two, those of the power below and every second one of the power above."""
         below = 2 ** math.floor(math.log2(self.heads))
         slopes = [2 ** (-8 * h / below) for h in range(1, below + 1)]
         return slopes + [2 ** (-4 * h / below) for h in range(1, 2 * below + 1, 2)][: self.heads - below]

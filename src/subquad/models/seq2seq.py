@@ -1,4 +1,4 @@
-"""`SubquadForConditionalGeneration`: an encoder reads one sequence, a decoder writes another and attends to the first.
+"""`SubquadForConditionalGeneration`: an encoder reads one sequence; a decoder attends to it and generates another.
 
 B batch, M source tokens, N target tokens, V vocabulary.
 """
@@ -22,7 +22,7 @@ from subquad.models.transformer import SubquadModel, SubquadPreTrainedModel
 
 
 class SubquadForConditionalGeneration(SubquadPreTrainedModel, SubquadGenerationMixin):
-    """Encoder and decoder over one vocabulary. With `tie_word_embeddings` they and the output share one table."""
+    """Encoder and decoder over one vocabulary. With `tie_word_embeddings`, both and the output layer share one table."""
 
     accepts_loss_kwargs = True
     _tied_weights_keys = {  # noqa: RUF012 - Hugging Face's attribute
@@ -65,19 +65,21 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, SubquadGenerationM
         """Logits (B, N, V) of the target given the source, and with `labels` (B, N) the mean loss.
 
         Args:
-            input_ids, attention_mask: the source, (B, M); `encoder_outputs` instead of ids if it was encoded before.
-            decoder_input_ids: the target so far; by default `labels` moved right by one, behind `decoder_start_token_id`.
-            labels: the target; -100 counts for nothing.
-            past_key_values: a `SubquadCache` that the decoder goes on from.
+            input_ids, attention_mask: the source, (B, M); pass `encoder_outputs` instead if it has been encoded before.
+            decoder_input_ids: the target so far; by default `labels` shifted right by one, after `decoder_start_token_id`.
+            labels: the target; -100 for tokens to ignore.
+            past_key_values: a `SubquadCache` of the decoder's earlier tokens.
         """
         shown = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, **shown, return_dict=True)
         elif input_ids is not None or inputs_embeds is not None:
-            raise InputError("the source came twice, as encoder_outputs and as ids or embeddings; pass one of them.")
+            raise InputError(
+                "the source must be given once; got encoder_outputs, and ids or embeddings as well. Pass one of them."
+            )
         elif not hasattr(encoder_outputs, "last_hidden_state"):
             if not isinstance(encoder_outputs, (tuple, list)):
-                raise InputError(f"encoder_outputs is what the encoder returned; got {type(encoder_outputs).__name__}.")
+                raise InputError(f"encoder_outputs must be the output of the encoder; got {type(encoder_outputs).__name__}.")
             encoder_outputs = BaseModelOutput(*encoder_outputs)
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             inputs.vocabulary("labels", labels, self.decoder.vocabulary, ignored=inputs.IGNORED)
@@ -109,11 +111,13 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, SubquadGenerationM
         )
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """`labels` moved right by one, behind the start token; what counts for nothing becomes padding."""
+        """`labels` shifted right by one, after the start token; ignored labels become padding."""
         config = self.config
         start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
         if start is None:
-            raise InputError("labels are moved right behind a start token; set decoder_start_token_id or bos_token_id.")
+            raise InputError(
+                "labels are shifted right after a start token; got none. Set decoder_start_token_id or bos_token_id."
+            )
         pad = start if config.pad_token_id is None else config.pad_token_id
         moved = torch.cat([labels.new_full((labels.shape[0], 1), start), labels[:, :-1]], dim=1)
         return moved.masked_fill(moved == inputs.IGNORED, pad)

@@ -18,16 +18,16 @@ from transformers.utils import can_return_tuple
 from subquad import checks
 from subquad.attention import MechanismModule
 from subquad.errors import InputError, StateError
-from subquad.models import inputs, loading
+from subquad.models import inputs, weights
 from subquad.models.block import Block, norm
-from subquad.models.cache import Step, SubquadCache
+from subquad.models.cache import SubquadCache, Update
 from subquad.models.configuration import SubquadConfig
 from subquad.models.positions import BIASES, EMBEDDED
 from subquad.rotary import positions
 
 _ADVICE = (
-    "Load with the class and config that saved them; or with strict=False, which starts missing weights anew and "
-    "leaves surplus ones out, and ignore_mismatched_sizes=True, which starts those of another shape anew."
+    "Load with the class and config that saved them. Or pass strict=False to initialize missing weights and ignore surplus "
+    "ones, and ignore_mismatched_sizes=True to initialize those of another shape."
 )
 
 
@@ -44,14 +44,14 @@ class SubquadPreTrainedModel(PreTrainedModel):
     takes_source = False
 
     def __init__(self, config: SubquadConfig, **fields: Any) -> None:
-        """`fields` are those that this class sets, in a copy; otherwise the config is shared, by the model inside too."""
+        """`fields` are set in a copy of the config; without them the config is shared, with the model inside as well."""
         if not isinstance(config, SubquadConfig):
             raise InputError(f"{type(self).__name__} takes a SubquadConfig; got {type(config).__name__}.")
         config = config.changed(**fields) if fields else config
         config.check_model()
         if config.add_cross_attention and not self.takes_source:
             raise InputError(
-                f"{type(self).__name__} has no source to attend to; leave add_cross_attention out, or use "
+                f"{type(self).__name__} has no source to attend to; got add_cross_attention=True. Leave it out, or use "
                 "SubquadForConditionalGeneration, which has an encoder, or SubquadModel."
             )
         super().__init__(config)
@@ -65,21 +65,21 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, strict: bool = True, **kwargs: Any) -> Any:
-        """As Hugging Face's, but weights that are missing, surplus or of another shape are an error.
+        """As Hugging Face's, except that weights that are missing, surplus or of another shape are an error.
 
         Args:
-            strict: False starts missing weights anew and leaves surplus ones out, as when a new head goes on a trained model.
-        """
+            strict: False initializes missing weights and ignores surplus ones, for example to put a new head on a trained
+        model."""
         wants_info = kwargs.pop("output_loading_info", False)
         may_differ = kwargs.pop("ignore_mismatched_sizes", False)
         model, info = super().from_pretrained(path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
-        found = loading.misfits(info)
+        found = weights.mismatches(info)
         if strict is False:
             found = {"of another shape": found["of another shape"]}
         if may_differ:
             found.pop("of another shape")
-        loading.refuse(found, cls.__name__, path, _ADVICE)
-        loading.settle(model)
+        weights.refuse(found, cls.__name__, path, _ADVICE)
+        weights.finish_loading(model)
         return (model, info) if wants_info else model
 
 
@@ -92,8 +92,8 @@ class SubquadModel(SubquadPreTrainedModel):
         super().__init__(config)
         if config.is_encoder_decoder:
             raise InputError(
-                "SubquadModel is an encoder or a decoder; this config is of both. Use SubquadForConditionalGeneration, "
-                "whose encoder and decoder are SubquadModels."
+                "SubquadModel is an encoder or a decoder; got a config with is_encoder_decoder=True. Use "
+                "SubquadForConditionalGeneration, whose encoder and decoder are SubquadModels."
             )
         self.embed_tokens = (
             None if config.vocab_size is None else nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -105,7 +105,7 @@ class SubquadModel(SubquadPreTrainedModel):
         self.layers = nn.ModuleList(Block(config, *pair) for pair in zip(config.self_methods, across, strict=True))
         self.norm = norm(config) if config.norm_position == "pre" else None
         self.gradient_checkpointing = False
-        _lend(self.layers)
+        _share_parameters(self.layers)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:
@@ -132,8 +132,8 @@ class SubquadModel(SubquadPreTrainedModel):
         Args:
             attention_mask: (B, past + N), 1 for real tokens and 0 for pads, on any side.
             encoder_hidden_states, encoder_attention_mask: (B, M, hidden_size) and (B, M), for cross-attention.
-            past_key_values: a `SubquadCache`; these tokens go on from it, and it takes them up.
-            use_cache: return a cache; by default a decoder does in evaluation mode.
+            past_key_values: a `SubquadCache` of the earlier tokens; it is updated with these.
+            use_cache: return a cache; by default a decoder does so in evaluation mode.
         """
         config = self.config
         inputs.tokens("input_ids", input_ids, inputs_embeds, self.vocabulary)
@@ -152,8 +152,8 @@ class SubquadModel(SubquadPreTrainedModel):
         start = torch.zeros(batch, dtype=torch.int64, device=inputs_embeds.device) if start is None else start
         if start.shape[0] != batch:
             raise StateError(
-                f"a cache goes on with its batch size; it has {start.shape[0]}, and here are {batch}. "
-                "Choose rows with cache.batch_select_indices(...), or begin with a new SubquadCache."
+                f"a cache continues with the batch size that it has, {start.shape[0]}; got {batch}. "
+                "Choose rows with cache.batch_select_indices(...), or start with a new SubquadCache."
             )
         mask = inputs.padding("attention_mask", attention_mask, (batch, length), seen, start if seen else None)
         position, after = positions(start, length, mask)
@@ -162,26 +162,26 @@ class SubquadModel(SubquadPreTrainedModel):
 
         x = self.dropout(x)
         hidden: list[Tensor] = [x]
-        remembered = [None] * len(self.layers) if past is None else past.layers
-        steps = []
-        for block, layer in zip(self.layers, remembered, strict=True):
-            x, *step = block(
+        caches = [None] * len(self.layers) if past is None else past.layers
+        updates = []
+        for block, layer in zip(self.layers, caches, strict=True):
+            x, *update = block(
                 x,
                 key_padding_mask=mask,
                 bias=bias,
-                remembered=layer,
+                cache=layer,
                 source=encoder_hidden_states,
                 source_mask=source_mask,
             )
             hidden.append(x)
-            steps.append(step)
+            updates.append(update)
         if self.norm is not None:
             x = hidden[-1] = self.norm(x)
         if past is not None:  # only now, so that a refused call changes nothing
-            for layer, (step, source) in zip(past.layers, steps, strict=True):
-                layer.past.take(step)
+            for layer, (update, source) in zip(past.layers, updates, strict=True):
+                layer.past.apply(update)
                 layer.source = source
-            past.position.take(Step(after, length, lambda keep: _after(start, keep, mask)))
+            past.position.apply(Update(after, length, lambda keep: _after(start, keep, mask)))
         shows_hidden = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=x, past_key_values=past, hidden_states=tuple(hidden) if shows_hidden else None
@@ -189,7 +189,7 @@ class SubquadModel(SubquadPreTrainedModel):
 
     @property
     def vocabulary(self) -> int | None:
-        """How many token ids there are now; embeddings can be resized."""
+        """The number of token ids; it changes when embeddings are resized."""
         return None if self.embed_tokens is None else self.embed_tokens.num_embeddings
 
     def _cache(self, past: SubquadCache | None, use_cache: bool | None) -> SubquadCache | None:
@@ -197,47 +197,47 @@ class SubquadModel(SubquadPreTrainedModel):
             use_cache = past is not None or (self.config.is_decoder and self.config.use_cache and not self.training)
         if past is not None and not use_cache:
             raise InputError(
-                "got past_key_values and use_cache=False; a cache that is passed takes up the new tokens. Drop one."
+                "got past_key_values and use_cache=False, but a cache that is passed is updated. Leave one of them out."
             )
         if not use_cache:
             return None
         if self.training and any(layer.gradient_checkpointing for layer in self.layers):
             raise InputError(
-                "gradient checkpointing computes states twice, so it has no cache; pass use_cache=False, or eval()."
+                "gradient checkpointing computes states twice, so it cannot use a cache. Pass use_cache=False, or call eval()."
             )
         return SubquadCache(self.config) if past is None else past
 
     def _check_source(self, source: Tensor | None, mask: Tensor | None, batch: int, past: SubquadCache | None) -> Tensor | None:
-        read = None if past is None else past.layers[0].source
+        cached = None if past is None else past.layers[0].source
         if not self.config.add_cross_attention:
             if source is not None or mask is not None:
                 raise InputError(
-                    "this model has no cross-attention; leave encoder_hidden_states out, or set add_cross_attention."
+                    "this model has no cross-attention; got encoder_hidden_states. Leave them out, or set add_cross_attention."
                 )
             return None
         if source is None:
-            if read is not None:
+            if cached is not None:
                 return None
-            raise InputError("this model attends to an encoder's output; pass encoder_hidden_states.")
+            raise InputError("this model attends to the output of an encoder; got none. Pass encoder_hidden_states.")
         if not isinstance(source, Tensor) or source.dim() != 3 or source.shape[0] != batch:
             came = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
             raise InputError(f"encoder_hidden_states must be (batch, tokens, width), with batch {batch}; got {came}.")
-        if read is not None and read.key.shape[2] != source.shape[1]:
+        if cached is not None and cached.key.shape[2] != source.shape[1]:
             raise InputError(
-                f"the cache has read a source of {read.key.shape[2]} tokens; got another of {source.shape[1]}. "
-                "Begin with a new SubquadCache for a new source."
+                f"the cache holds a source of {cached.key.shape[2]} tokens; got another of {source.shape[1]}. "
+                "Start with a new SubquadCache for a new source."
             )
         return inputs.padding("encoder_attention_mask", mask, (batch, source.shape[1]))
 
     def _bias(
         self, position: Tensor, seen: int, attention_mask: Tensor | None, start: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
-        """What the positions add to the scores, (B or 1, H, N, past + N)."""
+        """The bias that the positions add to the scores, (B or 1, H, N, past + N)."""
         if self.bias is None:
             return None
         if attention_mask is None:
             if seen and bool((start != seen).any()):
-                raise InputError("the cache has seen pads; pass the attention_mask of all tokens, (batch, past + new).")
+                raise InputError("the cache has seen pads. Pass the attention_mask of all tokens, (batch, past + new).")
             query = torch.arange(seen, seen + position.shape[1], device=position.device)[None]
             key = torch.arange(seen + position.shape[1], device=position.device)[None]
             return self.bias(query, key, dtype)
@@ -252,13 +252,13 @@ def _after(start: Tensor, keep: int, mask: Tensor | None) -> Tensor:
 def _refuse_attentions(output_attentions: bool | None, config: SubquadConfig) -> None:
     if config.output_attentions if output_attentions is None else output_attentions:
         raise InputError(
-            "output_attentions asks for every weight of a query and a key, which these mechanisms never compute; leave it out. "
-            "`subquad show` draws who attends to whom."
+            "output_attentions needs the weight of every query and key, which these mechanisms never compute. Leave it out; "
+            "`subquad show` draws which tokens attend to which."
         )
 
 
-def _lend(layers: nn.ModuleList) -> None:
-    """Layers whose mechanism shares its parameters across the model use those of the first such layer."""
+def _share_parameters(layers: nn.ModuleList) -> None:
+    """Mechanisms that share their parameters across layers use those of the first such layer."""
     for kind in ("self_attn", "cross_attn"):
         lenders: list[MechanismModule] = []
         for layer in layers:

@@ -1,7 +1,7 @@
-"""The training loop that all repairs share: resumable at every checkpoint, stopped early, the best weights kept.
+"""The training loop of all stages of repair: resumable at every checkpoint, with early stopping, keeping the best weights.
 
-Step t learns from batch p_e(t mod n), where p_e is a permutation of the n batches that is drawn from the seed for each pass e
-over them, so a run that was stopped goes on exactly as if it had not been.
+Step t trains on batch p_e(t mod n), where p_e is a permutation of the n batches, drawn from the seed for each epoch e. So a
+stage that was stopped and resumed takes the same steps as one that was not.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from subquad.runs.files import write_atomically
 from subquad.runs.precision import Precision, mixed_precision, require_precision
 
 _CLIP = 1.0
-_WARMUP = 0.05  # share of the steps
-_EVERY = 50  # steps between two looks, at most
-_LOOKS = 6  # in a stage, at least
+_WARMUP = 0.05  # fraction of the steps
+_EVERY = 50  # steps between two evaluations, at most
+_EVALUATIONS = 6  # in a stage, at least
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long a stage learns.
+    """How a stage trains.
 
     Args:
-        steps: at most.
-        lr: at its highest; then a cosine down to 0. None is the stage's own.
-        minutes: after which it stops, whatever the steps; None for no limit.
-        every: steps between two looks at the held-out batches, each with a checkpoint; None is 50, or a sixth of the steps
-            where they are fewer than 300.
-        patience: how many looks without a better loss end the stage.
-        held_out: share of the batches that is not learnt from.
+        steps: the largest number of steps.
+        lr: the peak learning rate, followed by a cosine down to 0. None for the default of the stage.
+        minutes: the stage stops after this time; None for no limit.
+        every: steps between two evaluations on the held-out batches, each with a checkpoint; None for 50, or for a sixth of the
+            steps if there are fewer than 300.
+        patience: the stage ends after this many evaluations without a better loss.
+        held_out: fraction of the batches that is not trained on.
         seed: of the order of batches.
-        precision: "fp32" to compute in that of the weights, or "bf16" for autocast.
+        precision: "fp32" to compute in the precision of the weights, or "bf16" for autocast.
     """
 
     steps: int = 300
@@ -57,29 +57,29 @@ class Schedule:
 
     def __post_init__(self) -> None:
         checks.sizes(steps=self.steps, patience=self.patience)
-        checks.sizes(every=self.looks_every)
+        checks.sizes(every=self.evaluate_every)
         if self.lr is not None and not (_is_number(self.lr) and 0 < self.lr < math.inf):
-            raise InputError(f"lr is a finite number above 0; got {self.lr!r}.")
+            raise InputError(f"lr must be a finite number above 0; got {self.lr!r}.")
         if self.minutes is not None and not (_is_number(self.minutes) and self.minutes > 0):
-            raise InputError(f"minutes are above 0; got {self.minutes!r}.")
+            raise InputError(f"minutes must be a number above 0; got {self.minutes!r}.")
         if not (_is_number(self.held_out) and 0 <= self.held_out < 1):
-            raise InputError(f"held_out is a share from 0 to below 1; got {self.held_out!r}.")
+            raise InputError(f"held_out must be a fraction from 0 to below 1; got {self.held_out!r}.")
         checks.seed(self.seed)
         require_precision(self.precision)
 
     @property
-    def looks_every(self) -> int:
-        return max(1, min(_EVERY, self.steps // _LOOKS)) if self.every is None else self.every
+    def evaluate_every(self) -> int:
+        return max(1, min(_EVERY, self.steps // _EVALUATIONS)) if self.every is None else self.every
 
 
 @dataclass
 class StageProgress:
-    """Where a stage is.
+    """How far a stage of repair is.
 
     Args:
-        lr: the learning rate at its highest.
-        losses: (step, loss on held-out batches), the first before any step.
-        ended: why, once it has.
+        lr: the peak learning rate.
+        losses: (step, loss on held-out batches) of each evaluation, the first before any step.
+        ended: why the stage has ended; empty if it has not.
     """
 
     stage: str
@@ -93,74 +93,74 @@ class StageProgress:
 
     @property
     def best(self) -> tuple[int, float]:
-        """The step and loss of the best look; what is kept."""
-        return min(self.losses, key=lambda look: look[1])
+        """The step and loss of the best evaluation, whose weights are kept."""
+        return min(self.losses, key=lambda entry: entry[1])
 
 
 class Stage(ABC):
-    """What is learnt, and from what."""
+    """A stage of repair: what it trains, and its loss."""
 
     name: str
-    lr: float  # the usual learning rate at its highest
+    lr: float  # the default peak learning rate
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is learnt, by name."""
+        """What is trained, by name."""
 
     @abstractmethod
     def loss(self, batch: Batch) -> Tensor:
-        """Of one batch."""
+        """The loss of one batch."""
 
     @abstractmethod
     def train(self, mode: bool) -> None:
-        """Called before learning, and before looking."""
+        """Called with True before a training step, and with False before an evaluation."""
 
 
-Tell = Callable[[StageProgress], object]
+OnStageProgress = Callable[[StageProgress], object]
 
 
-def learn(
+def train(
     stage: Stage,
     batches: Sequence[Batch],
     schedule: Schedule,
     *,
     folder: str | Path | None = None,
-    tell: Tell = lambda progress: None,
+    on_progress: OnStageProgress = lambda progress: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> StageProgress:
-    """Learn, and leave the best weights in place.
+    """Train, and leave the best weights in place.
 
     Args:
-        folder: where checkpoints go, and where one is looked for to go on from; none are written without.
-        tell: called after each step.
-        is_stopping: asked after each step; a checkpoint is written first. The stage is then not `ended`.
+        folder: for the checkpoint; a checkpoint that is there is resumed. None for no checkpoints.
+        on_progress: called after each step.
+        is_stopping: called after each step; True writes a checkpoint and stops. The stage has then not `ended`.
     """
     folder = None if folder is None else Path(folder)
-    held, learnt = _split(batches, schedule)
+    held_out, training = _split(batches, schedule)
     weights = stage.parameters()
     lr = stage.lr if schedule.lr is None else schedule.lr
     optimizer = torch.optim.AdamW(weights.values(), lr=lr, weight_decay=0.0)
-    run = _Run(stage, schedule, weights, optimizer, StageProgress(stage.name, schedule.steps, lr), {}, len(learnt))
+    run = _Run(stage, schedule, weights, optimizer, StageProgress(stage.name, schedule.steps, lr), {}, len(training))
     run.load(folder)
-    progress, begun = run.progress, time.monotonic() - run.progress.seconds
+    progress, started = run.progress, time.monotonic() - run.progress.seconds
     if not progress.losses:
-        run.look(held)
+        run.evaluate(held_out)
     while not progress.ended:
-        run.learn_from(learnt)
-        progress.seconds = time.monotonic() - begun
+        run.step(training)
+        progress.seconds = time.monotonic() - started
         is_late = schedule.minutes is not None and progress.seconds > 60 * schedule.minutes
         is_stopped = is_stopping()
-        if progress.step % schedule.looks_every == 0 or progress.step >= schedule.steps or is_late:
-            run.look(held)
-            progress.ended = run.why_end(is_late)
-        if progress.step % schedule.looks_every == 0 or progress.ended or is_stopped:
+        if progress.step % schedule.evaluate_every == 0 or progress.step >= schedule.steps or is_late:
+            run.evaluate(held_out)
+            progress.ended = run.why_ended(is_late)
+        if progress.step % schedule.evaluate_every == 0 or progress.ended or is_stopped:
             run.save(folder)
-        tell(progress)
+        on_progress(progress)
         if is_stopped:
             break
     optimizer.zero_grad()
     if progress.ended:
-        run.take_best()
+        run.restore_best()
     return progress
 
 
@@ -172,13 +172,13 @@ class _Run:
     optimizer: torch.optim.Optimizer
     progress: StageProgress
     best: dict[str, Tensor]
-    count: int  # of batches that are learnt from
+    count: int  # of batches to train on
 
-    def learn_from(self, batches: Sequence[Batch]) -> None:
+    def step(self, batches: Sequence[Batch]) -> None:
         step = self.progress.step
         torch.manual_seed(self.schedule.seed * 1_000_003 + step)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.progress.lr * _share(step, self.schedule.steps)
+            group["lr"] = self.progress.lr * _lr_factor(step, self.schedule.steps)
         self.stage.train(True)
         self.optimizer.zero_grad()
         loss = self._loss(batches[_order(step // self.count, self.count, self.schedule.seed)[step % self.count]])
@@ -187,15 +187,15 @@ class _Run:
         self.progress.loss = float(loss.detach())
         if not math.isfinite(self.progress.loss):
             raise InputError(
-                f"{self.stage.name}: the loss is {self.progress.loss} at step {step + 1}; choose a lower learning rate "
-                f"than {self.progress.lr:g}."
+                f"{self.stage.name}: the loss is {self.progress.loss} at step {step + 1}, with a learning rate of "
+                f"{self.progress.lr:g}. Choose a lower one."
             )
         self.optimizer.step()
         self.progress.step += 1
 
     @torch.no_grad()
-    def look(self, batches: Sequence[Batch]) -> None:
-        """At the held-out batches; the best weights are remembered."""
+    def evaluate(self, batches: Sequence[Batch]) -> None:
+        """Compute the loss of the held-out batches; the best weights are kept."""
         self.stage.train(False)
         loss = sum(float(self._loss(batch)) for batch in batches) / len(batches)
         if not self.progress.losses or loss < self.progress.best[1]:
@@ -207,21 +207,22 @@ class _Run:
         with mixed_precision(device.type, self.schedule.precision):
             return self.stage.loss(batch)
 
-    def why_end(self, is_late: bool) -> str:
-        looks = [loss for _, loss in self.progress.losses]
-        since = len(looks) - 1 - looks.index(min(looks))
+    def why_ended(self, is_late: bool) -> str:
+        """The reason to end now; empty if there is none."""
+        losses = [loss for _, loss in self.progress.losses]
+        since = len(losses) - 1 - losses.index(min(losses))
         if self.progress.step >= self.schedule.steps:
             why = "all steps are done"
         elif is_late:
-            why = f"{self.schedule.minutes:g} minutes are over"
+            why = f"{self.schedule.minutes:g} minutes have passed"
         elif since >= self.schedule.patience:
-            why = f"no better for {since} looks"
+            why = f"no better loss in {since} evaluations"
         else:
             return ""
-        return f"{why}; nothing was gained, the weights are those of before" if self.progress.best[0] == 0 else why
+        return f"{why}; nothing was gained, so the weights are unchanged" if self.progress.best[0] == 0 else why
 
     @torch.no_grad()
-    def take_best(self) -> None:
+    def restore_best(self) -> None:
         for name, weight in self.weights.items():
             weight.copy_(self.best[name])
         self.stage.train(False)
@@ -250,34 +251,34 @@ class _Run:
         try:
             saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
         except Exception as error:
-            raise InputError(
-                f"{path} cannot be read as a checkpoint of a repair: {error}. Remove it to begin again."
-            ) from error
+            raise InputError(f"{path} is not a readable checkpoint of a repair: {error}. Remove it to start over.") from error
         if saved["identity"] != self.identity():
             raise InputError(
-                f"{path} is of a repair with other settings; got {self.identity()}, and it has {saved['identity']}. "
-                "Repeat those settings, choose another folder, or remove it to begin again."
+                f"{path} is the checkpoint of a repair with other settings; got {self.identity()}, and it has "
+                f"{saved['identity']}. Repeat those settings, choose another folder, or remove it to start over."
             )
-        self.progress = StageProgress(**{**saved["progress"], "losses": [tuple(look) for look in saved["progress"]["losses"]]})
+        self.progress = StageProgress(
+            **{**saved["progress"], "losses": [tuple(entry) for entry in saved["progress"]["losses"]]}
+        )
         self.best = saved["best"]
         for name, weight in self.weights.items():
             weight.copy_(saved["weights"][name])
         self.optimizer.load_state_dict(saved["optimizer"])
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a stage to go on."""
+        """What must be the same for a stage to be resumed."""
         shapes = {name: list(weight.shape) for name, weight in self.weights.items()}
         settings = {name: value for name, value in asdict(self.schedule).items() if name != "minutes"}
-        settings |= {"lr": self.progress.lr, "every": self.schedule.looks_every}
+        settings |= {"lr": self.progress.lr, "every": self.schedule.evaluate_every}
         return {"stage": self.stage.name, **settings, "batches": self.count, "weights": shapes}
 
 
 def _split(batches: Sequence[Batch], schedule: Schedule) -> tuple[Sequence[Batch], Sequence[Batch]]:
-    """Batches to look at, and batches to learn from."""
+    """Batches to evaluate on, and batches to train on."""
     held = math.ceil(schedule.held_out * len(batches))
     if len(batches) - held < 1 or not held:
         raise InputError(
-            f"a repair holds out some batches and learns from the others, so it needs at least 2; got {len(batches)} with "
+            f"a repair holds out some batches and trains on the others, so it needs at least 2; got {len(batches)} with "
             f"held_out={schedule.held_out:g}. Pass more text."
         )
     return batches[:held], batches[held:]
@@ -292,8 +293,8 @@ def _order(epoch: int, count: int, seed: int) -> list[int]:
     return torch.randperm(count, generator=generator).tolist()
 
 
-def _share(step: int, steps: int) -> float:
-    """Of the highest learning rate: up in a line, down in a cosine."""
+def _lr_factor(step: int, steps: int) -> float:
+    """The learning rate relative to its peak: a linear warmup, then a cosine."""
     warm = max(1, round(_WARMUP * steps))
     return min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warm) / max(1, steps - warm)))
 

@@ -1,8 +1,8 @@
-"""A loss over a vocabulary, some tokens at a time: the logits of all tokens are never there at once.
+"""A loss over a vocabulary, computed for some tokens at a time, so that the logits of all tokens are never in memory at once.
 
-They would be by far the largest tensors of a finetuning, R tokens by V words. The gradient of each piece is taken as soon as
-its loss is known, and its logits go; what is kept is the gradient of the states alone, (R, dim). Both losses have gradients in
-the logits that are plain to write, with q = softmax(logits), and cost a fraction of what automatic ones do:
+They would be by far the largest tensors of finetuning, R tokens by V words. The gradient of each chunk is computed together
+with its loss, and its logits are dropped; only the gradient of the states, (R, dim), is kept. With q = softmax(logits), the
+gradients in the logits are written out, which costs a fraction of automatic ones:
 
     cross entropy    -log q[w]      q - 1[w]     of the word w
     divergence       KL(p || q)     q - p        from a distribution p
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PIECE = 2**22  # logits at a time: so few that they stay in cache, so many that the head is not read too often
+_CHUNK = 2**22  # logits at a time: few enough to stay in cache, and enough not to read the head too often
 
 Head = Callable[[Tensor], Tensor]  # states (r, dim) to logits (r, V)
-Loss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # logits (r, V) of which rows: the sum over them, and its gradient
+Loss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]  # logits (r, V) of these rows to the summed loss and its gradient
 
 
 def cross_entropy(words: Tensor) -> Loss:
-    """Of the words (R,) that come."""
+    """The loss for the next words (R,)."""
 
     def loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         index = words[rows].unsqueeze(-1)
@@ -35,7 +35,7 @@ def cross_entropy(words: Tensor) -> Loss:
 
 
 def divergence(states: Tensor, head: Head) -> Loss:
-    """Of the distributions that the head gives for other states (R, dim)."""
+    """The loss for the distributions that the head predicts from other states (R, dim)."""
 
     def loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         log_p, log_q = head(states[rows]).float().log_softmax(-1), logits.log_softmax(-1)
@@ -47,8 +47,8 @@ def divergence(states: Tensor, head: Head) -> Loss:
 
 
 def mean_loss(states: Tensor, head: Head, words: int, loss: Loss) -> Tensor:
-    """The mean over the tokens of states (R, dim), for a head of so many words; into nothing else gradients are taken."""
-    total: Tensor = _Sum.apply(states, head, max(1, _PIECE // words), loss)  # type: ignore[no-untyped-call]
+    """The mean loss over states (R, dim), for a head of `words` words. Only `states` get a gradient."""
+    total: Tensor = _Sum.apply(states, head, max(1, _CHUNK // words), loss)  # type: ignore[no-untyped-call]
     return total / len(states)
 
 

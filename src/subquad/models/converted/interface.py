@@ -1,7 +1,7 @@
-"""The attention function and the mask that a converted model calls, registered with Hugging Face as "subquad".
+"""The attention function and the mask function of converted models, registered with Hugging Face as "subquad".
 
-Masks stay (B, M) as long as the pattern is plain: a site says itself whether it is causal, and pads are what is left.
-Whatever else a model masks arrives as (B, 1, N, M), which only some mechanisms take.
+Masks stay (B, M) as long as the pattern is plain: a site knows whether it is causal, and all that is left to say is where the
+pads are. Any other mask arrives as (B, 1, N, M), which only some mechanisms take.
 
 B batch, H query heads, N queries, M keys, D channels.
 """
@@ -19,11 +19,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from subquad.attention import MechanismModule
-from subquad.errors import UnsupportedError
-from subquad.models.cache import ConvertedLayer, Step
+from subquad.errors import InputError, UnsupportedError
+from subquad.models.cache import ConvertedLayer, Update
+from subquad.models.converted.record import NAME, SAVED_ATTENTION
 from subquad.state import State
 
-NAME = "subquad"  # of the implementation, and of the mechanism in an attention module
+USED = "subquad_is_used"  # attribute of an attention module: whether it has called `attend`
 _PLAIN = (causal_mask_function, bidirectional_mask_function)
 
 
@@ -37,16 +38,17 @@ def attend(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    subquad_cache_layer: ConvertedLayer | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What attention modules call: query (B, H, N, D), the output (B, N, H, D), and no weights.
+    """Called by attention modules: query (B, H, N, D); returns the output (B, N, H, D), and no weights.
 
-    Behind keys that a converted cache has seen is a layer of it, which holds all that came before them.
+    `subquad_cache_layer` holds the state of all earlier tokens. A hook adds it to the module's arguments, see `caches`.
     """
-    mechanism: MechanismModule = getattr(module, NAME)
+    mechanism = _mechanism_of(module)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", False)) and getattr(module.config, "is_causal", True)
-    layer = ConvertedLayer.behind(key) if is_causal else None
+    layer = subquad_cache_layer if is_causal else None
     query, key, value = _cast(_rescaled(query, scaling), key, value)
     pads = attention_mask[:, -key.shape[2] :] if attention_mask is not None and attention_mask.dim() == 2 else None
     pairs = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
@@ -54,9 +56,9 @@ def attend(
         _require_causal(pairs)
     elif is_causal and query.shape[2] != key.shape[2]:  # an ordinary cache has put earlier keys before these
         _require_pairs(mechanism)
-        pairs, is_causal = _both(pairs, _seen(query, key)), False
+        pairs, is_causal = _both(pairs, _causal_pairs(query, key)), False
     elif pairs is not None:
-        is_causal = False  # the mask says itself what comes after what
+        is_causal = False  # the mask has it already
     pairs = _both(pairs, position_bias)
     if pairs is not None and pairs.is_floating_point():
         pairs = pairs.to(query.dtype)
@@ -80,8 +82,8 @@ def attend(
     else:
         before = layer.state
         out, state = run(before)
-        layer.take(Step(state, key.shape[2], lambda keep: run(before, keep)[1]))
-    if dropped:  # there are no weights that could be dropped
+        layer.apply(Update(state, key.shape[2], lambda keep: run(before, keep)[1]))
+    if dropped:  # the mechanism has no weights to drop, so the output is dropped instead
         out = F.dropout(out, dropped)
     return out.transpose(1, 2), None
 
@@ -98,7 +100,7 @@ def mask(
     allow_is_causal_skip: bool = True,
     **more: Any,
 ) -> Tensor | None:
-    """(B, M), True for real tokens, or None where all are real; (B, 1, N, M) where the pattern is not plain."""
+    """(B, M), True for real tokens, or None if all are real; (B, 1, N, M) if the pattern is not plain."""
     within = local_size is not None and kv_length <= local_size and allow_is_causal_skip
     if mask_function not in _PLAIN and not within:
         more |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "local_size": local_size}
@@ -111,28 +113,47 @@ def mask(
     return pads if torch.compiler.is_compiling() or not bool(pads.all()) else None
 
 
+def register() -> None:
+    for name in (NAME, SAVED_ATTENTION):  # a model that is being loaded has the second one until its mechanisms are installed
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, mask)
+
+
+def _mechanism_of(module: nn.Module) -> MechanismModule:
+    found: MechanismModule | None = getattr(module, NAME, None)
+    if found is None:
+        raise InputError(
+            f"{type(module).__name__} has no mechanism: this model was built from the config of a converted model, or it has "
+            "an attention that subquad.convert does not find. Load a converted model with subquad.load(folder) or "
+            "from_pretrained, or convert this one anew: subquad.convert(model, method) from its original config."
+        )
+    if not torch.compiler.is_compiling() and not getattr(module, USED, True):
+        setattr(module, USED, True)
+    return found
+
+
 def _rescaled(query: Tensor, scaling: float | None) -> Tensor:
-    """Mechanisms have a factor of their own in the place of 1/sqrt(D): what a model has beyond that goes to the queries."""
+    """A mechanism scales scores itself, like 1/sqrt(D); a factor of the model beyond that is applied to the queries."""
     factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])
     return query if math.isclose(factor, 1.0, rel_tol=1e-6) else query * factor
 
 
 def _cast(*tensors: Tensor) -> Iterable[Tensor]:
-    """Under autocast in its precision, as PyTorch's own attention: rotary positions have made float32 of queries and keys."""
+    """Cast as PyTorch's own attention does under autocast: rotary positions have turned queries and keys into float32."""
     kind = tensors[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
     return (x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
-def _seen(query: Tensor, key: Tensor) -> Tensor:
+def _causal_pairs(query: Tensor, key: Tensor) -> Tensor:
     """(N, M): the last query sees all keys."""
     queries, keys = query.shape[2], key.shape[2]
     return torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
 
 
 def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Two masks at once, each of True and False or added to the scores."""
+    """Both masks together; each is bool, or added to the scores."""
     if first is None or second is None:
         return second if first is None else first
     if first.dtype == second.dtype == torch.bool:
@@ -145,8 +166,8 @@ def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def _require_pairs(mechanism: MechanismModule) -> None:
     if "attn_mask" in mechanism.method.refuses:
         raise UnsupportedError(
-            f"{mechanism.method.info.name} goes on from a state, and got earlier keys from an ordinary cache. Pass a "
-            "SubquadCache, leave past_key_values out, or, where the method has no decode state, call with use_cache=False."
+            f"{mechanism.method.info.name} continues from a decode state, and got earlier keys from an ordinary cache. Pass a "
+            "SubquadCache, or leave past_key_values out; if the method cannot decode, call with use_cache=False."
         )
 
 
@@ -156,9 +177,5 @@ def _require_causal(pairs: Tensor | None) -> None:
     may = pairs if pairs.dtype == torch.bool else pairs > torch.finfo(pairs.dtype).min / 2
     if bool(may.triu(may.shape[-1] - may.shape[-2] + 1).any()):
         raise UnsupportedError(
-            "a cache follows a causal sequence, and this attention_mask lets tokens see later ones. Call with use_cache=False."
+            "a cache needs causal attention; got an attention_mask that lets tokens see later ones. Call with use_cache=False."
         )
-
-
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, mask)
