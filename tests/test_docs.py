@@ -44,7 +44,7 @@ def test_the_code_about_models_runs():
 
 def test_the_code_about_converting_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = ran(CONVERTING, 1)
+    names = ran(CONVERTING, 3)
     assert names["progress"].ended
     assert (tmp_path / "checkpoints" / "lora.pt").exists()
 
