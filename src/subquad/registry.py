@@ -151,8 +151,8 @@ def module_of(mechanism: Mechanism) -> str:
     module = type(mechanism).__module__
     if module == "__main__":
         raise InputError(
-            f"{type(mechanism).__name__} must be defined in a module, which worker processes import; got one that is "
-            "defined in a script or notebook. Move it to a file of its own and import it."
+            f"{type(mechanism).__name__} must be defined in a module that worker processes can import; got one from a script "
+            "or notebook. Move it to a file of its own and import it."
         )
     return module
 
