@@ -41,8 +41,8 @@ def save(folder):
 @torch.no_grad()
 def load(folder):
     """In another process, where nothing but the name in the saved configuration leads to the mechanism."""
-    loaders = {"model": SubquadForCausalLM.from_pretrained, "converted": AutoModelForCausalLM.from_pretrained}
-    for name, loader in loaders.items():
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+    for name, loader in (("model", SubquadForCausalLM.from_pretrained), ("converted", from_pretrained), ("converted", sq.load)):
         model = loader(folder / name).eval()
         logits, tokens = torch.load(folder / f"{name}.pt")
         assert torch.equal(model(TOKENS).logits, logits)

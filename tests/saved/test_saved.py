@@ -87,6 +87,13 @@ def test_a_converted_model_loads_and_is_saved_in_the_new_format(tmp_path):
         assert torch.equal(load_model(tmp_path)(expected["ids"]).logits, logits)
 
 
+@torch.no_grad()
+def test_a_converted_model_loads():
+    model = sq.load(HERE / "converted").eval()
+    expected = torch.load(HERE / "converted" / "expected.pt", weights_only=True)
+    torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"])
+
+
 def test_a_conversion_resumes(copy):
     folder = copy("conversion")
     before = json.loads((folder / "results.json").read_text())
