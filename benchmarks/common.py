@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, the command, spreads, tables, and files that are never half written."""
+"""What the benchmarks share: the machine, the command, percentiles, tables, and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from subquad.runs.files import write_atomically
 from subquad.runs.machine import describe_machine
 
-_LEFT = ("cell", "cost", "method", "pass", "peer", "state")  # columns of words
+_LEFT_ALIGNED = ("cell", "cost", "method", "pass", "peer", "state")
 
 
 def machine() -> dict[str, object]:
@@ -23,33 +23,33 @@ def machine() -> dict[str, object]:
 
 
 def command(script: str, arguments: Sequence[str]) -> str:
-    """The line that repeats this run."""
+    """The command that repeats this run."""
     return shlex.join(["python", f"benchmarks/{Path(script).name}", *arguments])
 
 
-def numbers(text: str) -> list[int]:
+def parse_numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
 
-def middle(values: Sequence[float]) -> tuple[float, float]:
-    """The 10th and the 90th percentile; of fewer than ten values the least and the greatest."""
+def middle_80_percent(values: Sequence[float]) -> tuple[float, float]:
+    """The 10th and the 90th percentile; of fewer than ten values the smallest and the largest."""
     tenths = statistics.quantiles(values, n=10) if len(values) > 9 else [min(values), max(values)]
     return tenths[0], tenths[-1]
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """As JSON, whole or not at all."""
+    """Write JSON atomically."""
     write_atomically(path, f"{json.dumps(results, indent=2)}\n".encode())
 
 
 def new_table(title: str, *headings: str) -> Table:
     table = Table(title=title)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in _LEFT else "right")
+        table.add_column(heading, justify="left" if heading in _LEFT_ALIGNED else "right")
     return table
 
 
-def on(machine: dict[str, Any]) -> str:
+def describe(machine: dict[str, Any]) -> str:
     """The machine in a few words."""
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     return (
@@ -58,15 +58,15 @@ def on(machine: dict[str, Any]) -> str:
     )
 
 
-def where(results: dict[str, Any]) -> str:
-    """On which machine, and what was measured, in a sentence each."""
+def describe_setup(results: dict[str, Any]) -> str:
+    """The machine and the shape of the inputs."""
     shape = results["shape"]
     return (
-        f"{on(results['machine'])}. Batch {shape['batch']}, {shape['heads']} heads of {shape['head_dim']} channels, "
+        f"{describe(results['machine'])}. Batch {shape['batch']}, {shape['heads']} heads of {shape['head_dim']} channels, "
         f"{shape['dtype']}."
     )
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
+    """The lines of a Markdown table."""
     return [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *(f"| {' | '.join(row)} |" for row in rows)]

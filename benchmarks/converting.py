@@ -30,13 +30,13 @@ from subquad.models.methods import to_json
 from subquad.runs.results_file import read_results
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, machine, markdown, on, write
+from benchmarks.common import command, describe, machine, markdown, write
 from benchmarks.pretrained import Batch, Pretrained
 from benchmarks.studies import STUDIES, Study
 
 OUT = Path(__file__).with_suffix(".json")
 SCHEMA, VERSION = "subquad.converting", 1
-JUDGED = 2  # batches that heads are judged on: a repair holds out the first ones
+JUDGED = 2  # batches to evaluate heads on: a repair holds out the first ones
 STAGES = {
     "swapped": "after the swap",
     "transfer": "after transfer",
@@ -50,19 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("SUBQUAD_DATA"), help="folder with real text")
     parser.add_argument("--only", default=",".join(STUDIES), help="models, separated by commas")
     parser.add_argument("--rows", default="", help="rows, separated by commas; all by default")
-    parser.add_argument("--checkpoints", type=Path, default=Path("subquad-converting"), help="of repairs that are under way")
+    parser.add_argument("--checkpoints", type=Path, default=Path("subquad-converting"), help="of unfinished repairs")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
     if options.data is None:
-        parser.error("real text is needed: --data DIR, or SUBQUAD_DATA")
+        parser.error("real text is needed: pass --data DIR, or set SUBQUAD_DATA")
     for name in options.only.split(","):
         if name not in STUDIES:
-            parser.error(f"no model is called {name!r}; there are {', '.join(STUDIES)}")
+            parser.error(f"no model is called {name!r}. Models: {', '.join(STUDIES)}")
         run(STUDIES[name], options)
 
 
 def run(study: Study, options: argparse.Namespace) -> None:
-    """All rows of a model that are not there yet."""
+    """Measure the rows of a model that are missing."""
     console, line = Console(stderr=True), command(__file__, ["--data", "DIR", "--only", study.name])
     wanted = options.rows.split(",") if options.rows else list(study.rows)
     missing = [row for row in wanted if not _is_done(study, row, options.out)]
@@ -81,19 +81,19 @@ def run(study: Study, options: argparse.Namespace) -> None:
 
 
 class Measured:
-    """One row: a converted model, and what is found of it at each stage."""
+    """One row: a converted model, and its figures after each stage."""
 
     def __init__(
         self, study: Study, row: str, read: Pretrained, batches: list[Batch], options: argparse.Namespace, console: Console
     ) -> None:
         self.study, self.row, self.read, self.batches, self.console = study, row, read, batches, console
         self.data, self.folder = options.data, options.checkpoints / study.name / row
-        torch.manual_seed(0)  # where maps begin at random
+        torch.manual_seed(0)  # some feature maps start at random
         self.converted = sq.convert(read.model, study.rows[row], copy=True, beyond_context=True)
         self.stages: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        self._look("swapped")
+        self._score_stage("swapped")
         if self.row not in self.study.unrepaired:
             how = self.study.repair_of(self.row)
             if any(next(m.parameters(), None) is not None for m in mechanisms(self.converted).values()):
@@ -103,7 +103,7 @@ class Measured:
             self._repair("finetune", finetune, how.finetune.schedule, **how.finetune.arguments())
         return {"stages": self.stages}
 
-    def _look(self, stage: str, **more: Any) -> None:
+    def _score_stage(self, stage: str, **more: Any) -> None:
         scores = self.study.score(Pretrained(self.converted, self.read.tokenizer), self.data)
         heads = sq.diagnose(self.read.model, self.converted, self.batches[:JUDGED]).heads
         damage = {"error": _mean(head.error for head in heads), "kl": _mean(head.kl for head in heads)}
@@ -113,18 +113,18 @@ class Measured:
     def _repair(self, stage: str, learn: Callable[..., StageProgress], schedule: Schedule, **more: Any) -> None:
         begun = time.monotonic()
         done = learn(
-            self.read.model, self.converted, self.batches, schedule, folder=self.folder, on_progress=self._print, **more
+            self.read.model, self.converted, self.batches, schedule, folder=self.folder, on_progress=self._on_progress, **more
         )
         seconds = max(done.seconds, time.monotonic() - begun)
-        self._look(stage, seconds=seconds, step=done.step, ended=done.ended, losses=done.losses)
+        self._score_stage(stage, seconds=seconds, step=done.step, ended=done.ended, losses=done.losses)
 
-    def _print(self, done: StageProgress) -> None:
+    def _on_progress(self, done: StageProgress) -> None:
         if done.step % 25 == 0:
             self.console.print(f"{done.stage} {done.step}/{done.steps} {done.loss:.4f} {done.seconds:.0f} s")
 
 
 def _mean(figures: Iterable[float | None]) -> float | None:
-    """Of those there are: no head of softmax is judged, and not every mechanism has weights to compare."""
+    """The mean of the figures that exist: softmax heads have no error, and not every mechanism has weights to compare."""
     found = [figure for figure in figures if figure is not None]
     return statistics.mean(found) if found else None
 
@@ -136,19 +136,19 @@ def _settings(study: Study, row: str) -> dict[str, Any]:
 
 def _is_done(study: Study, row: str, out: Path) -> bool:
     if row not in study.rows:
-        raise SystemExit(f"{study.name} has no row {row!r}; there are {', '.join(study.rows)}")
+        raise SystemExit(f"{study.name} has no row {row!r}. Rows: {', '.join(study.rows)}")
     found = _models(out).get(study.name, {"rows": {}})["rows"].get(row)
     return found is not None and all(found[name] == value for name, value in _settings(study, row).items())
 
 
 def _models(out: Path) -> dict[str, Any]:
-    """What has been measured, by the name of the model."""
+    """The measurements by model."""
     found: dict[str, Any] = read_results(out, SCHEMA, VERSION)["models"] if out.exists() else {}
     return found
 
 
 def section(results: dict[str, Any]) -> str:
-    """For docs/converting.md: a table for each model that was measured."""
+    """For docs/converting.md: one table per model."""
     found = {name: results["models"][name] for name in STUDIES if name in results["models"]}
     return "\n\n".join(_table(STUDIES[name], part) for name, part in found.items())
 
@@ -158,33 +158,33 @@ def _table(study: Study, part: dict[str, Any]) -> str:
     stages = {name: when for name, when in STAGES.items() if any(name in row["stages"] for row in rows)}
     headings = [f"{study.metrics[metric]}, {when}" for metric in part["original"] for when in stages.values()]
     before = [word for score in part["original"].values() for word in (f"{score:.4g}", *[""] * (len(stages) - 1))]
-    lines = [["its own attention", *before, *[""] * 3]]
+    lines = [["original", *before, *[""] * 3]]
     for row in rows:
         scores = [_score(row["stages"].get(stage), metric) for metric in part["original"] for stage in stages]
         seconds = sum(stage.get("seconds", 0) for stage in row["stages"].values())
         steps = " + ".join(f"{stage['step']:,}" for stage in row["stages"].values() if "step" in stage)
         minutes = f"{seconds / 60:.1f}" if seconds else ""
-        lines.append([f"`{_called(row['method'])}`", *scores, _damage(row["stages"]), steps, minutes])
-    table = markdown(["method", *headings, "error of heads", "steps of repair", "minutes of repair"], lines)
-    where = sorted({on(row["machine"]) for row in rows})
+        lines.append([f"`{_method_name(row['method'])}`", *scores, _damage(row["stages"]), steps, minutes])
+    table = markdown(["method", *headings, "error of heads", "repair steps", "repair minutes"], lines)
+    where = sorted({describe(row["machine"]) for row in rows})
     lines_of_command = sorted({row["command"] for row in rows})
     commands = ", ".join(f"`{line}`" for line in lines_of_command)
-    end = ["", *_repairs(rows), "", f"{'; '.join(where)}. By {commands}."]
+    end = ["", *_repairs(rows), "", f"{'; '.join(where)}. Command: {commands}."]
     return "\n".join([f"### {study.title}", "", study.about, "", *table, *end])
 
 
 def _repairs(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """What rows learn from, and what alignment and finetuning change."""
+    """What the repairs learn from and change."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if settings := row["settings"]:
             how = f"{settings['finetune']['targets']} maps at rank {settings['finetune']['rank']}"
-            found.setdefault(f"from {settings['text']}; finetuning {how}", []).append(f"`{_called(row['method'])}`")
+            found.setdefault(f"from {settings['text']}; finetuning {how}", []).append(f"`{_method_name(row['method'])}`")
     return [f"- {', '.join(names)}: repaired {words}." for words, names in found.items()]
 
 
-def _called(method: dict[str, Any]) -> str:
-    """The method with the options that are not as by default."""
+def _method_name(method: dict[str, Any]) -> str:
+    """The method with the options that differ from the defaults."""
     usual = to_json(method["name"], 1)
     options = ", ".join(f"{name}={value}" for name, value in method.items() if value != usual[name])
     return f"{method['name']}({options})" if options else str(method["name"])
@@ -195,7 +195,7 @@ def _score(stage: dict[str, Any] | None, metric: str) -> str:
 
 
 def _damage(stages: dict[str, Any]) -> str:
-    """Finetuning changes what the heads read, too: after it, their error against the original says little."""
+    """Errors before finetuning, which also changes the inputs of the heads, so that later errors mean little."""
     errors = [stages[name]["error"] for name in ("swapped", "transfer") if name in stages]
     return ", then ".join(f"{error:.2f}" for error in errors if error is not None)
 

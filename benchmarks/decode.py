@@ -1,20 +1,20 @@
-"""Generating token by token: how fast, and how much is kept, by mechanism and position, on this machine.
+"""Generation token by token: speed and cache size by mechanism and position, on this machine.
 
-    python benchmarks/decode.py --positions 1024,8192 --rounds 5                      # a first look
+    python benchmarks/decode.py --positions 1024,8192 --rounds 5                      # a quick run
     python benchmarks/decode.py --stream 100000 --out benchmarks/decode.json          # everything; up to 5 GB of memory
 
-A language model of each method first has to give the same logits one token at a time, and piece by piece, as all at once: off
-the float64 logits by at most twice the error of all at once. Then a cache is filled with random tokens up to each position.
-In every round each method decodes a few tokens greedily at each position, in shuffled order, from the same cache, and is
-compared with softmax at that position in that round, so that what disturbs the machine disturbs both. A figure is the median
-over rounds; the interval holds the middle 80 percent of them. The first token of a round is not timed: there a cache that
-grows moves to memory of its own, which it does once, not once in a few tokens. Bytes are those of the cache at its position;
-the JSON also has those while it decodes, with the room that it keeps for more tokens.
+A language model with each method must first give the same logits one token at a time, and in pieces, as all at once: their
+error against float64 logits may be at most twice that of all at once. Then a cache is filled with random tokens up to each
+position. In every round each method decodes a few tokens greedily at each position, in shuffled order, from the same cache,
+and is compared with softmax at that position in that round, so that disturbances of the machine affect both. A figure is
+the median over rounds; the interval contains the middle 80 percent of them. The first token of a round is not timed,
+because a growing cache is copied there, which normally happens once and not every few tokens. Bytes are those of the cache
+at its position; the JSON also has those while it decodes, with the space that it reserves for more tokens.
 
-With `--stream`, `generate` then runs for so many tokens, and the time, the memory of the process and the bytes of the cache are
-noted on the way. The sequence that `generate` itself hands on grows by a few bytes a token, whatever the method.
+With `--stream`, `generate` then runs for that many tokens, and the time, the memory of the process and the size of the
+cache are recorded on the way. The sequence of `generate` itself grows by a few bytes per token, whatever the method.
 
-Ctrl-C ends a run with what is done by then, which is printed and written.
+After Ctrl-C, what was measured is printed and written.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from subquad.models import SubquadCache, SubquadConfig, SubquadForCausalLM
 from subquad.state import State
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, machine, middle, new_table, numbers, write
+from benchmarks.common import command, machine, middle_80_percent, new_table, parse_numbers, write
 
 SEED = 0
 VOCABULARY = 256
-PIECE = 1024  # tokens a call, while a cache is filled
+PIECE = 1024  # tokens per call while a cache is filled
 PROMPT = 300  # tokens that must agree: more than local's window
 BASE = "softmax"  # what the others are compared with
 STATUS = Path("/proc/self/status")
@@ -53,7 +53,7 @@ STATUS = Path("/proc/self/status")
 
 @dataclass
 class Cell:
-    """A method at a position: the cache to start from, and the seconds a token that each round took."""
+    """A method at a position: the cache to start from, and the seconds per token of each round."""
 
     method: str
     position: int
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream(results, options.stream_method, models[options.stream_method], options.stream)
         results["finished"] = True
     except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted; this is what was done.")
+        Console(stderr=True).print("Interrupted. These are the results so far.")
     keep()
     show(results)
     if not results["finished"]:
@@ -105,26 +105,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="softmax;linear;performer;local", help="as a model takes them, between semicolons")
+    parser.add_argument("--methods", default="softmax;linear;performer;local", help="as in a config, separated by semicolons")
     parser.add_argument("--positions", default="1024,8192,65536", help="tokens in the cache when decoding starts")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512, help="the feed-forward layer is four times as wide")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--tokens", type=int, default=32, help="decoded at each position in each round")
-    parser.add_argument("--stream", type=int, default=0, help="tokens to generate in one go, at the end; 0: none")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens to decode at each position in each round")
+    parser.add_argument("--stream", type=int, default=0, help="tokens to generate in one run at the end; 0: none")
     parser.add_argument("--stream-method", default="linear")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args(arguments)
     options.methods = list(dict.fromkeys(options.methods.split(";")))
     try:
-        options.positions = sorted(set(numbers(options.positions)))
+        options.positions = sorted(set(parse_numbers(options.positions)))
     except ValueError:
-        parser.error(f"--positions are whole numbers, between commas; got {options.positions!r}.")
+        parser.error(f"--positions must be whole numbers, separated by commas; got {options.positions!r}.")
     if min(*options.positions, options.rounds, options.tokens) < 1 or options.stream < 0:
-        parser.error("--positions, --rounds and --tokens are at least 1, and --stream at least 0.")
+        parser.error("--positions, --rounds and --tokens must be at least 1, and --stream at least 0.")
     if options.out and not options.out.parent.is_dir():
-        parser.error(f"--out is a file in a directory that exists; got {options.out}.")
+        parser.error(f"--out must be a file in an existing directory; got {options.out}.")
     return options
 
 
@@ -154,7 +154,7 @@ def forward(model: SubquadForCausalLM, tokens: Tensor, cache: SubquadCache, keep
 
 @torch.inference_mode()
 def check_agreement(method: str, model: SubquadForCausalLM) -> dict[str, float]:
-    """No numbers for results that are wrong. Relative errors of the logits: all at once, in pieces, one token at a time."""
+    """Relative errors of the logits: all at once, in pieces, one token at a time. A method that is wrong is not timed."""
     tokens = tokens_at_random(PROMPT)
     exact = copy.deepcopy(model).double()(tokens, use_cache=False).logits
 
@@ -174,14 +174,14 @@ def check_agreement(method: str, model: SubquadForCausalLM) -> dict[str, float]:
 def measure(
     results: dict[str, Any], models: dict[str, SubquadForCausalLM], positions: list[int], options: argparse.Namespace
 ) -> None:
-    """Tokens a second and bytes of each method at each position, into `results` after every round."""
+    """Tokens per second and bytes of each method at each position; `results` is updated after every round."""
     cells: list[Cell] = []
     with Progress(transient=True, console=Console(stderr=True)) as progress:
         task = progress.add_task("filling the caches", total=len(models) * positions[-1])
         for method, model in models.items():
             cells += fill(method, model, positions, lambda n: progress.advance(task, n))
     for cell in cells:
-        run(cell, options.tokens)  # warm
+        run(cell, options.tokens)  # warm-up
     order, shuffler = list(cells), random.Random(SEED)
     for _ in track(range(options.rounds), description="decoding", transient=True, console=Console(stderr=True)):
         shuffler.shuffle(order)
@@ -191,7 +191,7 @@ def measure(
 
 
 def fill(method: str, model: SubquadForCausalLM, positions: list[int], advance: Callable[[int], None]) -> list[Cell]:
-    """A cache at each position. Clones: a state that others go on from shares its memory with them."""
+    """A cache at each position. They are clones, because a state shares its memory with those that continue it."""
     cache, cells = SubquadCache(model.config), []
     tokens, start = tokens_at_random(positions[-1]), 0
     for position in positions:
@@ -206,7 +206,7 @@ def fill(method: str, model: SubquadForCausalLM, positions: list[int], advance: 
 def branch(
     model: SubquadForCausalLM, cache: SubquadCache, change: Callable[[State], State] = lambda state: state
 ) -> SubquadCache:
-    """Another cache with the same states. They are values: going on from one cache leaves the other as it was."""
+    """Another cache with the same states. States are values: continuing one cache does not change the other."""
     other = SubquadCache(model.config)
     for new, old in zip(other.layers, cache.layers, strict=True):
         new.past.value = change(old.past.value)
@@ -215,9 +215,9 @@ def branch(
 
 
 def run(cell: Cell, tokens: int) -> float:
-    """Seconds a token, decoding greedily from the cell's cache."""
+    """Seconds per token, decoding greedily from the cell's cache."""
     cache = branch(cell.model, cell.cache)
-    token = forward(cell.model, tokens_at_random(1), cache)[:, -1:].argmax(-1)  # here the cache moves to memory of its own
+    token = forward(cell.model, tokens_at_random(1), cache)[:, -1:].argmax(-1)  # a growing cache is copied here
     cell.decoding_bytes = cache.nbytes
     start = time.perf_counter()
     for _ in range(tokens):
@@ -237,11 +237,11 @@ def summary(cells: list[Cell]) -> list[dict[str, object]]:
                 "position": cell.position,
                 "rounds": len(speeds),
                 "milliseconds": round(statistics.median(cell.seconds) * 1e3, 3),
-                "milliseconds_80_percent": [round(edge * 1e3, 3) for edge in middle(cell.seconds)],
+                "milliseconds_80_percent": [round(edge * 1e3, 3) for edge in middle_80_percent(cell.seconds)],
                 "tokens_per_second": round(statistics.median(speeds), 2),
-                "tokens_per_second_80_percent": [round(edge, 2) for edge in middle(speeds)],
+                "tokens_per_second_80_percent": [round(edge, 2) for edge in middle_80_percent(speeds)],
                 "times_softmax": None if ratios is None else round(statistics.median(ratios), 3),
-                "times_softmax_80_percent": None if ratios is None else [round(edge, 3) for edge in middle(ratios)],
+                "times_softmax_80_percent": None if ratios is None else [round(edge, 3) for edge in middle_80_percent(ratios)],
                 "cache_bytes": cell.cache.nbytes,
                 "cache_bytes_decoding": cell.decoding_bytes,
                 "milliseconds_by_round": [round(seconds * 1e3, 3) for seconds in cell.seconds],
@@ -250,8 +250,8 @@ def summary(cells: list[Cell]) -> list[dict[str, object]]:
     return rows
 
 
-class Watch:
-    """A streamer for `generate`: it notes time and memory when the prompt comes, and after every few tokens."""
+class StreamMonitor:
+    """A streamer for `generate` that records time and memory at the prompt and after every few tokens."""
 
     def __init__(self, cache: SubquadCache, every: int, note: Callable[[dict[str, float]], None]) -> None:
         self.cache, self.every, self.note = cache, every, note
@@ -276,7 +276,7 @@ class Watch:
 
 
 def stream(results: dict[str, Any], method: str, model: SubquadForCausalLM, tokens: int) -> None:
-    """`generate` for so many tokens, into `results` every thousand of them, or every tenth of fewer."""
+    """Run `generate` for `tokens` tokens; `results` is updated every thousand of them, or ten times if there are fewer."""
     cache, marks = SubquadCache(model.config), []
     with Progress(transient=True, console=Console(stderr=True)) as progress:
         task = progress.add_task(f"{method}: a stream of {tokens:,} tokens", total=tokens)
@@ -287,7 +287,7 @@ def stream(results: dict[str, Any], method: str, model: SubquadForCausalLM, toke
             if len(marks) > 1:
                 results["stream"] = {"method": method, "asked": tokens, **tenths(marks), "marks": marks}
 
-        watch = Watch(cache, min(1000, max(1, tokens // 10)), note)
+        monitor = StreamMonitor(cache, min(1000, max(1, tokens // 10)), note)
         prompt = tokens_at_random(1)
         try:
             model.generate(
@@ -296,15 +296,15 @@ def stream(results: dict[str, Any], method: str, model: SubquadForCausalLM, toke
                 past_key_values=cache,
                 max_new_tokens=tokens,
                 do_sample=False,
-                streamer=watch,
+                streamer=monitor,
             )
         except KeyboardInterrupt:
-            watch.end()  # with the tokens since the last mark
+            monitor.end()  # with the tokens since the last mark
             raise
 
 
 def tenths(marks: list[dict[str, float]]) -> dict[str, float]:
-    """The first tenth of a stream and its last, between the marks nearest to them."""
+    """The first and the last tenth of a stream, between the marks nearest to them."""
     first, last = marks[0], marks[-1]
     early = next(mark for mark in marks if mark["tokens"] * 10 >= last["tokens"])
     late = next(mark for mark in reversed(marks[:-1]) if mark["tokens"] * 10 <= last["tokens"] * 9)
@@ -324,7 +324,7 @@ def tenths(marks: list[dict[str, float]]) -> dict[str, float]:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has; where the system does not say, the most it has had."""
+    """Resident bytes of this process; their peak if the system does not report them."""
     if STATUS.exists():
         line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmRSS"))
         return int(line.split()[1]) * 1024
@@ -347,7 +347,7 @@ def show(results: dict[str, Any]) -> None:
     console.print(table)
     if found := results["stream"]:
         title = f"A stream of {found['tokens']:,} tokens by generate, {found['method']}"
-        table = new_table(title, "tenth", "ms a token", "process MiB", "cache MiB")
+        table = new_table(title, "tenth", "ms per token", "process MiB", "cache MiB")
         early = found["process_bytes_after_first_tenth"]
         sizes = (
             (early, found["cache_bytes_after_first_tenth"]),

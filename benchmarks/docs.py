@@ -1,10 +1,9 @@
-"""Writes the tables of docs/performance.md, docs/results.md and docs/converting.md, and the README's scores, from what has been
-measured.
+"""Writes the tables of docs/performance.md, docs/results.md, docs/converting.md and the README from the measurements.
 
     python benchmarks/docs.py
 
-Each table stands between two marks, the first of which names its JSON file; the step times of docs/results.md come from
-benchmarks/times.json, where it is there.
+Each table is between two markers, the first of which names its JSON file. The step times of docs/results.md come from
+benchmarks/times.json.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ SECTIONS: dict[Path, Sections] = {
 
 
 def filled(path: Path, sections: Sections, folder: Path = ROOT / "benchmarks") -> str:
-    """The page with every table anew."""
+    """The page with its tables made again."""
     text = path.read_text()
     for name, section in sections.items():
-        mark, end = f"<!-- made from benchmarks/{name}.json -->\n", "\n<!-- end -->"
-        if text.count(mark) != 1:
-            raise SystemExit(f"{path.name} has the mark {mark.strip()!r} once; found {text.count(mark)}.")
-        before, rest = text.split(mark)
-        text = before + mark + section(json.loads((folder / f"{name}.json").read_text())) + end + rest.split(end, 1)[1]
+        marker, end = f"<!-- made from benchmarks/{name}.json -->\n", "\n<!-- end -->"
+        if text.count(marker) != 1:
+            raise SystemExit(f"{path.name} must have the marker {marker.strip()!r} once; found it {text.count(marker)} times.")
+        before, rest = text.split(marker)
+        text = before + marker + section(json.loads((folder / f"{name}.json").read_text())) + end + rest.split(end, 1)[1]
     return text
 
 

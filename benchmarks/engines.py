@@ -3,10 +3,10 @@
     python benchmarks/engines.py --lengths 1024,4096 --growth "" --memory-length 0     # about three minutes on two cores
     python benchmarks/engines.py --out benchmarks/engines.json                         # everything, about fifteen
 
-Every method is first checked against its reference. Then all methods run in turn, round after round, in one process, and each
-is compared with `scaled_dot_product_attention` of the same round, so that what disturbs the machine disturbs both. A ratio is
-the median over rounds; the interval holds the middle 80 percent of them. Growth is the slope of log(time), and of log(memory),
-against log(length). Memory is a child process's peak above its inputs.
+Every method is first checked against its reference. Then all methods take turns, round after round, in one process, and each is
+compared with `scaled_dot_product_attention` in the same round, so that disturbances of the machine affect both. A ratio is the
+median over rounds; the interval contains the middle 80 percent of them. Growth is the slope of log(time), and of log(memory),
+against log(length). Memory is the peak of a worker process above its inputs.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from subquad import reference
 from subquad.registry import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, machine, markdown, middle, new_table, numbers, where, write
+from benchmarks.common import command, describe_setup, machine, markdown, middle_80_percent, new_table, parse_numbers, write
 
 HEADS, HEAD_DIM = 8, 64
 PASSES = ("forward", "training")  # training: forward and backward
-# What a name stands for, besides the methods' own names.
+# Names of methods with other options than the defaults.
 NAMED: dict[str, Callable[[int], sq.Mechanism]] = {
     "local, window 512": lambda n: sq.Local(window=512),
 }
 ALL = [name for name in sq.methods() if name not in ("softmax", "svd", "rfa")]
 METHODS = [*ALL[: ALL.index("local")], "local, window 512", *ALL[ALL.index("local") :]]
-# Their work grows faster than the length, and says so.
+# Their cost grows faster than the length, as their records say.
 MORE_THAN_LINEAR = ("sparse_strided", "sparse_fixed", "pooled")
 
 PEAK = """
@@ -57,7 +57,7 @@ length, method, is_causal, which, heads = int(sys.argv[1]), sys.argv[2], sys.arg
 run = runner(method, length, is_causal, which, heads)
 with torch.set_grad_enabled(which == "training"):
     runner(method, 512, is_causal, which, heads)()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = kilobytes("VmRSS")
     run()
 print((kilobytes("VmHWM") - before) * 1024)
@@ -68,13 +68,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=";".join(METHODS), help="names, separated by semicolons")
     parser.add_argument("--lengths", default="1024,2048,4096,16384", help="lengths to compare with SDPA; empty: none")
-    parser.add_argument("--rounds", type=int, default=11, help="up to 4,096 tokens; three for longer sequences")
+    parser.add_argument("--rounds", type=int, default=11, help="rounds up to 4,096 tokens; three for longer sequences")
     parser.add_argument("--growth", default="4096,16384,65536", help="lengths for the growth of time and memory; empty: none")
     parser.add_argument("--growth-passes", default="forward", help="forward, training or both, separated by commas")
     parser.add_argument("--memory-length", type=int, default=1_000_000, help="tokens for the kernelized memory table; 0: none")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
-    methods, lengths = options.methods.split(";"), numbers(options.lengths) if options.lengths else []
+    methods, lengths = options.methods.split(";"), parse_numbers(options.lengths) if options.lengths else []
 
     for method in methods:
         check_agreement(method)
@@ -97,7 +97,7 @@ def main() -> None:
             keep()
     if options.growth:
         for which in options.growth_passes.split(","):
-            results["growth"] += growth(methods, numbers(options.growth), which)
+            results["growth"] += growth(methods, parse_numbers(options.growth), which)
             keep()
     if options.memory_length:
         kernelized = [m for m in methods if resolve_at(m, 1).info.engine == "kernelized"]
@@ -117,9 +117,9 @@ def runner(method: str, length: int, is_causal: bool, which: str, heads: int = H
     if method == "sdpa":
         run: Callable[[], Any] = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)  # noqa: E731
     else:
-        config = resolve_at(method, length)
-        k = q if config.shares_query_and_key else k
-        module = config.build(heads=heads, head_dim=HEAD_DIM).eval()
+        mechanism = resolve_at(method, length)
+        k = q if mechanism.shares_query_and_key else k
+        module = mechanism.build(heads=heads, head_dim=HEAD_DIM).eval()
         run = lambda: module(q, k, v, is_causal=is_causal)  # noqa: E731
     if not training:
         return run
@@ -132,21 +132,21 @@ def directions(method: str, length: int) -> Iterable[bool]:
 
 
 def check_agreement(method: str) -> None:
-    """No numbers for results that are wrong."""
+    """Do not time a method whose results are wrong."""
     length = 300
     q, k, v = (torch.randn(1, 2, length, HEAD_DIM) for _ in range(3))
-    config = resolve_at(method, length)
-    k = q if config.shares_query_and_key else k
-    module = config.build(heads=2, head_dim=HEAD_DIM).eval()
+    mechanism = resolve_at(method, length)
+    k = q if mechanism.shares_query_and_key else k
+    module = mechanism.build(heads=2, head_dim=HEAD_DIM).eval()
     weights = {name: t.detach() for name, t in module.state_dict(keep_vars=True).items()}
     for is_causal in directions(method, length):
         call: dict[str, Any] = {"weights": weights, "is_causal": is_causal}
-        exact = reference.attention(config, q.double(), k.double(), v.double(), **call)
-        plain = reference.attention(config, q, k, v, **call)
+        exact = reference.attention(mechanism, q.double(), k.double(), v.double(), **call)
+        plain = reference.attention(mechanism, q, k, v, **call)
         with torch.no_grad():
             error = (module(q, k, v, is_causal=is_causal).double() - exact).norm()
         if error > 2 * (plain.double() - exact).norm():
-            raise SystemExit(f"{method}, is_causal={is_causal}: off the reference by {error / exact.norm():.2e}; not timed.")
+            raise SystemExit(f"{method}, is_causal={is_causal}: off its reference by {error / exact.norm():.2e}; not timed.")
 
 
 def measure(methods: list[str], length: int, rounds: int, is_causal: bool, which: str) -> list[dict[str, object]]:
@@ -165,14 +165,14 @@ def measure(methods: list[str], length: int, rounds: int, is_causal: bool, which
                 "rounds": rounds,
                 "milliseconds": round(statistics.median(taken) * 1e3, 3),
                 "times_sdpa": round(statistics.median(ratios), 3),
-                "times_sdpa_80_percent": [round(edge, 3) for edge in middle(ratios)],
+                "times_sdpa_80_percent": [round(edge, 3) for edge in middle_80_percent(ratios)],
             }
         )
     return rows
 
 
 def timed(runs: dict[str, Callable[[], object]], rounds: int, which: str, label: str) -> dict[str, list[float]]:
-    """Seconds of each by round; in every round all run once, in another order."""
+    """Seconds of each by round; in every round all run once, in random order."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
     with torch.set_grad_enabled(which == "training"):
@@ -187,7 +187,7 @@ def timed(runs: dict[str, Callable[[], object]], rounds: int, which: str, label:
 
 
 def growth(methods: list[str], lengths: list[int], which: str) -> list[dict[str, object]]:
-    """Slopes of time and of memory in length, both axes logarithmic, by least squares."""
+    """Slopes of time and memory against length on logarithmic axes, by least squares."""
     times: dict[str, list[float]] = {method: [] for method in methods}
     for length in lengths:
         runs = {method: runner(method, length, False, which) for method in methods}
@@ -217,7 +217,7 @@ def slope(lengths: list[int], values: list[float]) -> float:
 
 
 def peak(method: str, length: int, is_causal: bool, which: str, heads: int) -> float:
-    """Bytes that a pass adds at most to its inputs, what it returns among them."""
+    """Peak bytes of a pass beyond its inputs, with its output."""
     command = [sys.executable, "-c", PEAK, str(length), method, str(is_causal), which, str(heads)]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
@@ -231,7 +231,7 @@ def memory(method: str, length: int, is_causal: bool) -> dict[str, object]:
 
 
 def section(results: dict[str, Any]) -> str:
-    """Growth and memory, for docs/performance.md."""
+    """For docs/performance.md: growth and memory."""
     lengths = [f"{n:,}" for n in results["growth"][0]["lengths"]]
     rows = [
         [
@@ -243,13 +243,13 @@ def section(results: dict[str, Any]) -> str:
         ]
         for r in results["growth"]
     ]
-    table = markdown(["method", "pass", *(f"ms at {n}" for n in lengths), "exponent of time", "of memory"], rows)
+    table = markdown(["method", "pass", *(f"ms at {n}" for n in lengths), "time exponent", "memory exponent"], rows)
     most = max(results["memory"], key=lambda row: row["peak_over_inputs_and_output"])
     memory = (
-        f"At {most['length']:,} tokens, one head of {HEAD_DIM} channels, a forward pass of a kernelized mechanism adds at most "
-        f"{most['peak_over_inputs_and_output']:.2f} of inputs and output together."
+        f"At {most['length']:,} tokens and one head of {HEAD_DIM} channels, a forward pass of a kernelized mechanism needs at "
+        f"most {most['peak_over_inputs_and_output']:.2f} times the memory of inputs and output together."
     )
-    return "\n".join([where(results), "", *table, "", memory, "", f"The command: `{results['command']}`."])
+    return "\n".join([describe_setup(results), "", *table, "", memory, "", f"Command: `{results['command']}`."])
 
 
 def show(results: dict[str, Any]) -> None:

@@ -2,10 +2,10 @@
 
     make pretrained && python benchmarks/features.py --data DIR
 
-The estimate of e^(q . k) is a mean over m directions drawn at random, of a relative variance of (e^(|q + k|^2) - 1) / m. So the
-error of a head is expected to fall as m^(-1/2), by half for four times the features, once m is above e^(|q + k|^2). It is
-measured at every head of all-MiniLM-L6-v2, on what the original hands to it for sentences of STS-B's training pairs, for some
-draws of the directions: as they are, and with queries and keys divided by 2 and by 4, where fewer features are enough.
+The estimate of e^(q . k) is a mean over m random directions, with a relative variance of (e^(|q + k|^2) - 1) / m. So the error
+of a head should fall as m^(-1/2), by half for four times the features, once m is above e^(|q + k|^2). It is measured at every
+head of all-MiniLM-L6-v2, on its inputs in the original model for sentences of STS-B's training pairs, for several draws of the
+directions: unchanged, and with queries and keys divided by 2 and by 4, where fewer features suffice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from subquad.conversion.diagnosis import head_errors
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks import pretrained
-from benchmarks.common import command, machine, markdown, numbers, on, write
+from benchmarks.common import command, describe, machine, markdown, parse_numbers, write
 
 OUT = Path(__file__).with_suffix(".json")
 SENTENCES = 64
@@ -39,22 +39,24 @@ SENTENCES = 64
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("SUBQUAD_DATA"), help="folder with real text")
-    parser.add_argument("--features", default="16,64,256,1024,4096", help="m, between commas")
-    parser.add_argument("--divided", default="1,2,4", help="what queries and keys are divided by, between commas")
-    parser.add_argument("--draws", type=int, default=5, help="of the directions, for each m")
+    parser.add_argument("--features", default="16,64,256,1024,4096", help="m, separated by commas")
+    parser.add_argument("--divided", default="1,2,4", help="divisors of queries and keys, separated by commas")
+    parser.add_argument("--draws", type=int, default=5, help="draws of the directions for each m")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
     if options.data is None:
-        parser.error("real text is needed: --data DIR, or SUBQUAD_DATA")
+        parser.error("real text is needed: pass --data DIR, or set SUBQUAD_DATA")
     read = pretrained.minilm()
     batches = pretrained.sentences(read.tokenizer, options.data)[: SENTENCES // pretrained.BATCH]
     with recordable(read.model) as model:
         calls = [run_recorded(model, batch)[0] for batch in batches]
     rows = []
-    for divisor in numbers(options.divided):
+    for divisor in parse_numbers(options.divided):
         smaller = [{site: _divided(one, divisor) for site, one in batch.items()} for batch in calls]
         size = _size(smaller)
-        for features in track(numbers(options.features), description=f"divided by {divisor}", console=Console(stderr=True)):
+        for features in track(
+            parse_numbers(options.features), description=f"divided by {divisor}", console=Console(stderr=True)
+        ):
             found = [_error(smaller, sq.Performer(features=features, seed=draw)) for draw in range(options.draws)]
             errors = [round(error, 5) for error in found]
             rows.append({"divided_by": divisor, "size": float(f"{size:.4g}"), "features": features, "errors": errors})
@@ -65,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @torch.no_grad()
 def _divided(call: AttentionCall, divisor: int) -> AttentionCall:
-    """The same call with smaller queries and keys, and what softmax gives for them."""
+    """The same call with smaller queries and keys, and the output of softmax for them."""
     smaller = replace(call, query=call.query / divisor, key=call.key / divisor)
     heads, head_dim = call.query.shape[1], call.query.shape[3]
     return replace(smaller, output=smaller.replay(sq.Softmax().build(heads=heads, head_dim=head_dim)))
 
 
 def _size(calls: Sequence[dict[str, AttentionCall]]) -> float:
-    """The median of |q + k|^2 over pairs of real tokens, queries and keys taken times D^(-1/4), the mean over heads."""
+    """The median of |q + k|^2 over pairs of real tokens, with queries and keys times D^(-1/4), averaged over heads."""
     found = []
     for site in calls[0]:
         sizes = []  # of batches, (H, pairs)
@@ -86,12 +88,12 @@ def _size(calls: Sequence[dict[str, AttentionCall]]) -> float:
 
 
 @torch.no_grad()
-def _error(calls: Sequence[dict[str, AttentionCall]], config: sq.Performer) -> float:
+def _error(calls: Sequence[dict[str, AttentionCall]], performer: sq.Performer) -> float:
     """The mean over heads of |o' - o| / |o|."""
     errors = []
     for site in calls[0]:
         query = calls[0][site].query
-        mechanism = config.build(heads=query.shape[1], head_dim=query.shape[3])
+        mechanism = performer.build(heads=query.shape[1], head_dim=query.shape[3])
         pairs = [head_errors(batch[site], batch[site].replay(mechanism)) for batch in calls]
         missed, had = (torch.stack(sums).sum(0) for sums in zip(*pairs, strict=True))
         errors += (missed / had).sqrt().tolist()
@@ -99,23 +101,23 @@ def _error(calls: Sequence[dict[str, AttentionCall]], config: sq.Performer) -> f
 
 
 def section(results: dict[str, Any]) -> str:
-    """For docs/converting.md: a table for each size of queries and keys."""
+    """For docs/converting.md: one table per size of queries and keys."""
     by_divisor: dict[int, list[dict[str, Any]]] = {}
     for row in results["rows"]:
         by_divisor.setdefault(row["divided_by"], []).append(row)
     draws = len(results["rows"][0]["errors"])
-    about = f"{on(results['machine'])}. {results['sentences']} sentences, {draws} draws."
-    headings = ["features m", "relative error", "least to most", "exponent of m since the row above"]
+    about = f"{describe(results['machine'])}. {results['sentences']} sentences, {draws} draws."
+    headings = ["features m", "relative error", "range over draws", "exponent of m from the row above"]
     tables = [
         "\n".join([_title(divisor, rows[0]["size"]), "", *markdown(headings, _lines(rows))])
         for divisor, rows in by_divisor.items()
     ]
-    return "\n\n".join([about, *tables, f"The command: `{results['command']}`."])
+    return "\n\n".join([about, *tables, f"Command: `{results['command']}`."])
 
 
 def _title(divisor: int, size: float) -> str:
-    what = "Queries and keys as they are" if divisor == 1 else f"Queries and keys divided by {divisor}"
-    return f"{what}, the median of |q + k|^2 being {size:.1f}:"
+    what = "Queries and keys unchanged" if divisor == 1 else f"Queries and keys divided by {divisor}"
+    return f"{what}; the median of |q + k|^2 is {size:.1f}:"
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -1,6 +1,6 @@
-"""The public implementations that `peers.py` compares with, and ours beside each: one line a peer in `PEERS`, at the end.
+"""The public implementations that `peers.py` compares with, each with ours: one entry per peer in `PEERS`, at the end.
 
-Both sides of a line have the same settings. Where they compute the same function, they have the same weights, too.
+Both sides of an entry have the same settings and, if they compute the same function, the same weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WINDOW, FEATURES, LANDMARKS, RANK, CHUNK, HASHES, BUCKETS = 256, 256, 64, 256, 6
 BLOCK, RANDOM = 64, 3
 CLUSTERED: dict[str, Any] = {"clusters": 100, "bits": 32, "iterations": 10}
 
-PACKAGES = {  # what is imported to see whether a package is there
+PACKAGES = {  # package -> module to import
     "pytorch-fast-transformers": "fast_transformers.attention",
     "performer-pytorch": "performer_pytorch",
     "linear-attention-transformer": "linear_attention_transformer",
@@ -37,21 +37,21 @@ PACKAGES = {  # what is imported to see whether a package is there
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two that are compared: a function of (q, k, v), or of the tokens where it is a layer."""
+    """One side of a comparison: a function of (q, k, v), or of the tokens if it is a layer."""
 
     call: Callable[..., Tensor]
     length_first: bool = False  # q, k, v and the output are (B, N, H, D), else (B, H, N, D)
     layer: nn.Module | None = None
-    projections: tuple[nn.Module, ...] = ()  # of the layer, applied to the tokens: timed alone, too
+    projections: tuple[nn.Module, ...] = ()  # of the layer, applied to the tokens; also timed by themselves
 
 
 Pair = tuple[Side, Side]  # ours and theirs
-Make = Callable[[int, bool], Pair]  # of the length, and whether it is causal
+Make = Callable[[int, bool], Pair]  # from the length and is_causal
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One line of the comparison."""
+    """One entry of the comparison."""
 
     package: str
     variant: str
@@ -60,7 +60,10 @@ class Peer:
     ours: str
     theirs: str
     directions: tuple[bool, ...] = (False, True)  # is_causal
-    same: tuple[bool, ...] = (False, True)  # the directions in which both compute the same, up to a constant factor
+    same: tuple[bool, ...] = (
+        False,
+        True,
+    )  # is_causal for which both compute the same, up to a constant factor
     note: str = ""
 
     @property
@@ -75,47 +78,47 @@ def with_projections(call: Callable[[Tensor], Tensor], layer: nn.Module, *projec
 # Our side.
 
 
-def ours(config: sq.Mechanism, is_causal: bool, **weights: Tensor) -> Side:
-    """The mechanism with `weights` in the place of its own."""
-    module = config.build(heads=HEADS, head_dim=HEAD_DIM).eval().requires_grad_(False)
-    take(module, weights)
-    if config.shares_query_and_key:
+def ours(mechanism: sq.Mechanism, is_causal: bool, **weights: Tensor) -> Side:
+    """The mechanism, with `weights` instead of its own."""
+    module = mechanism.build(heads=HEADS, head_dim=HEAD_DIM).eval().requires_grad_(False)
+    copy_weights(module, weights)
+    if mechanism.shares_query_and_key:
         return Side(lambda q, _, v: module(q, q, v, is_causal=is_causal))
     return Side(lambda q, k, v: module(q, k, v, is_causal=is_causal))
 
 
-def our_layer(config: sq.Mechanism, is_causal: bool, linears: dict[str, nn.Linear], **weights: Tensor) -> Side:
-    """The layer with the other side's projections: their very modules. One that is not there is left out here, too."""
-    layer = sq.Attention(WIDTH, HEADS, config).eval()
+def our_layer(mechanism: sq.Mechanism, is_causal: bool, linears: dict[str, nn.Linear], **weights: Tensor) -> Side:
+    """Our layer, with the projection modules of the other side; a projection that it lacks is left out here, too."""
+    layer = sq.Attention(WIDTH, HEADS, mechanism).eval()
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         if getattr(layer, name) is not None:
             setattr(layer, name, linears.get(name, nn.Identity()))
-    take(layer.mechanism, weights)
+    copy_weights(layer.mechanism, weights)
     return with_projections(lambda x: layer(x, is_causal=is_causal), layer, *linears.values())
 
 
 @torch.no_grad()
-def take(module: nn.Module, weights: dict[str, Tensor]) -> None:
+def copy_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
     own = module.state_dict(keep_vars=True)
     for name, weight in weights.items():
         own[name].copy_(weight)
 
 
-# Their side: one function a kind of peer.
+# Their side: one function for each kind of peer.
 
 
 def fast(attention: Any, length: int, is_causal: bool, all_pairs: bool = False) -> Side:
-    """A module of fast-transformers, its masks made beforehand."""
+    """A module of fast-transformers; its masks are made beforehand."""
     masking = import_module("fast_transformers.masking")
     every = masking.LengthMask(torch.tensor([length]))
-    size = length if all_pairs else 1  # most ask only whether it is full
+    size = length if all_pairs else 1  # most modules only ask whether the mask is full
     mask = masking.TriangularCausalMask(length) if is_causal else masking.FullMask(size)
     attention.eval()
     return Side(lambda q, k, v: attention(q, k, v, mask, every, every), length_first=True)
 
 
 def fast_kernelized(length: int, is_causal: bool, features: Callable[[int], nn.Module] | None = None) -> tuple[Any, Side]:
-    """Its linear attention, the random features drawn once: it would draw anew in every call."""
+    """Its linear attention with random features that are drawn once, instead of in every call."""
     module = import_module("fast_transformers.attention")
     attention = (module.CausalLinearAttention if is_causal else module.LinearAttention)(HEAD_DIM, features)
     attention.feature_map.new_feature_map("cpu")
@@ -130,8 +133,8 @@ def fast_linear(length: int, is_causal: bool) -> Pair:
 def fast_favor(length: int, is_causal: bool) -> Pair:
     favor = import_module("fast_transformers.feature_maps").Favor.factory(n_dims=FEATURES)
     attention, side = fast_kernelized(length, is_causal, favor)
-    config = sq.Performer(kind="hyperbolic", features=FEATURES // 2)
-    return ours(config, is_causal, projection=attention.feature_map.omega.T), side
+    mechanism = sq.Performer(kind="hyperbolic", features=FEATURES // 2)
+    return ours(mechanism, is_causal, projection=attention.feature_map.omega.T), side
 
 
 def fast_fourier(length: int, is_causal: bool) -> Pair:
@@ -152,8 +155,8 @@ def fast_local(length: int, is_causal: bool) -> Pair:
 def fast_reformer(length: int, is_causal: bool) -> Pair:
     module = import_module("fast_transformers.attention")
     attention = module.ReformerAttention(chunk_size=CHUNK, bits=BUCKETS // 2, rounds=HASHES, attention_dropout=0.0)
-    config = sq.Reformer(buckets=BUCKETS, chunk=CHUNK, rounds=HASHES)
-    return ours(config, is_causal), fast(attention, length, is_causal)
+    mechanism = sq.Reformer(buckets=BUCKETS, chunk=CHUNK, rounds=HASHES)
+    return ours(mechanism, is_causal), fast(attention, length, is_causal)
 
 
 def fast_clustered(topk: int) -> Make:
@@ -172,11 +175,11 @@ def performer_linear(length: int, is_causal: bool) -> Pair:
     return ours(sq.Linear(), is_causal), Side(lambda q, k, v: attend(F.elu(q) + 1, F.elu(k) + 1, v))
 
 
-def performer(config: sq.Mechanism, **options: object) -> Make:
+def performer(mechanism: sq.Mechanism, **options: object) -> Make:
     def make(length: int, is_causal: bool) -> Pair:
         attention = import_module("performer_pytorch").FastAttention(HEAD_DIM, FEATURES, causal=is_causal, **options).eval()
-        weights = {"projection": attention.projection_matrix} if isinstance(config, sq.Performer) else {}
-        return ours(config, is_causal, **weights), Side(attention)
+        weights = {"projection": attention.projection_matrix} if isinstance(mechanism, sq.Performer) else {}
+        return ours(mechanism, is_causal, **weights), Side(attention)
 
     return make
 
@@ -206,8 +209,8 @@ def reformer(**options: bool) -> Make:
     def make(length: int, is_causal: bool) -> Pair:
         module = import_module("reformer_pytorch")
         attention = module.LSHAttention(bucket_size=CHUNK, n_hashes=HASHES, causal=is_causal, **options).eval()
-        config = sq.Reformer(buckets=length // CHUNK, chunk=CHUNK, rounds=HASHES)
-        return ours(config, is_causal), Side(lambda q, _, v: attention(q.flatten(0, 1), v.flatten(0, 1))[0].view_as(v))
+        mechanism = sq.Reformer(buckets=length // CHUNK, chunk=CHUNK, rounds=HASHES)
+        return ours(mechanism, is_causal), Side(lambda q, _, v: attention(q.flatten(0, 1), v.flatten(0, 1))[0].view_as(v))
 
     return make
 
@@ -218,14 +221,14 @@ def routing(length: int, is_causal: bool) -> Pair:
     return ours(sq.Routing(clusters=clusters, chunk=CHUNK), is_causal), Side(lambda q, k, v: attention(q, k, v)[0])
 
 
-# Layers that have their projections inside.
+# Layers that include their projections.
 
 
 def linformer(length: int, is_causal: bool) -> Pair:
     layer = import_module("linformer").LinformerSelfAttention(WIDTH, length, k=RANK, heads=HEADS).eval()
     linears = {"q_proj": layer.to_q, "k_proj": layer.to_k, "v_proj": layer.to_v, "out_proj": layer.to_out}
-    config = sq.Linformer(rank=RANK, max_length=length, share="head")
-    mine = our_layer(config, is_causal, linears, key_projection=layer.proj_k.T, value_projection=layer.proj_v.T)
+    mechanism = sq.Linformer(rank=RANK, max_length=length, share="head")
+    mine = our_layer(mechanism, is_causal, linears, key_projection=layer.proj_k.T, value_projection=layer.proj_v.T)
     return mine, with_projections(layer, layer, *linears.values())
 
 
@@ -236,7 +239,7 @@ def nystrom(conv: int | None) -> Make:
         )
         linears = {name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("q_proj", "k_proj", "v_proj")}
         for linear, weight in zip(linears.values(), layer.to_qkv.weight.chunk(3), strict=True):
-            take(linear, {"weight": weight})
+            copy_weights(linear, {"weight": weight})
         linears["out_proj"] = layer.to_out[0]
         weights = {} if conv is None else {"kernel": layer.res_conv.weight[:, 0, :, 0]}
         mine = our_layer(sq.Nystrom(landmarks=LANDMARKS, conv=conv), is_causal, linears, **weights)
@@ -246,12 +249,12 @@ def nystrom(conv: int | None) -> Make:
 
 
 def published(layer: Any) -> dict[str, nn.Linear]:
-    """The projections of Hugging Face's self-attention; the one of the output is in another module there."""
+    """The projections of Hugging Face's self-attention; the output projection is in another module there."""
     return {"q_proj": layer.query, "k_proj": layer.key, "v_proj": layer.value}
 
 
 def hf_config(model: str, **options: object) -> Any:
-    return getattr(import_module("transformers"), f"{model}Mechanism")(
+    return getattr(import_module("transformers"), f"{model}Config")(
         hidden_size=WIDTH, num_attention_heads=HEADS, attention_probs_dropout_prob=0.0, **options
     )
 

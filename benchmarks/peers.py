@@ -1,20 +1,21 @@
-"""Every mechanism against the public implementations that install here, and against PyTorch's fused attention, on this machine.
+"""Every mechanism against installed public implementations, and against PyTorch's fused attention, on this machine.
 
-    make peers                                                                  # installs them, then everything
-    python benchmarks/peers.py --methods linear,local --lengths 1024,4096       # a first look
+    make peers                                                                  # installs them, then runs everything
+    python benchmarks/peers.py --methods linear,local --lengths 1024,4096       # a quick run
 
-`implementations.py` has one line for each: both sides get the same tensors and the same settings, and where the functions are
-the same they get the same weights, and must agree before they are timed. Then all of them run in turn, in shuffled order, round
-after round, in one process; the two sides of a line run one after the other, and a ratio is that of one round, so that what
-disturbs the machine disturbs both. A figure is the median over rounds; the interval holds the middle 80 percent of them.
-Training is a forward and a backward pass. Both sides are in evaluation mode, without dropout, in both passes.
+`implementations.py` has one entry for each. Both sides get the same tensors and settings; if they compute the same
+function, they also get the same weights, and must agree before they are timed. Then all of them take turns, in shuffled
+order, round after round, in one process. The two sides of an entry run one after the other, and a ratio is that of one
+round, so that disturbances of the machine affect both. A figure is the median over rounds; the interval contains the middle
+80 percent of them. Training is a forward and a backward pass. Both sides are in evaluation mode, without dropout, in both
+passes.
 
-Where a public layer cannot be called without its projections, ours has the same ones, and there are two figures: of the whole
-layers, and with the time of the projections alone, taken in the same round, off both sides. The backward pass of a layer goes
-to the tokens and to all parameters, otherwise to queries, keys and values.
+If a public layer cannot be called without its projections, ours has the same ones, and there are two figures: that of the
+whole layers, and one with the time of the projections, measured in the same round, subtracted from both sides. The backward
+pass of a layer computes gradients of the tokens and all parameters, otherwise of queries, keys and values.
 
-A package that cannot be imported is left out by name. A call that fails, takes too much memory, or would take more than
-`--limit` seconds is noted with the reason. Ctrl-C ends a run with what is done by then, which is printed and written.
+A package that cannot be imported is left out by name. A call that fails, needs too much memory, or would take more than
+`--limit` seconds is recorded with the reason. After Ctrl-C, what was measured is printed and written.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ import subquad as sq
 from subquad.runs.memory import free_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, machine, markdown, middle, new_table, numbers, where, write
+from benchmarks.common import command, describe_setup, machine, markdown, middle_80_percent, new_table, parse_numbers, write
 from benchmarks.implementations import HEAD_DIM, HEADS, PACKAGES, PEERS, WIDTH, Peer, Side
 
 PASSES = ("forward", "training")
 FEW_ROUNDS = 3  # beyond 4,096 tokens
-SAME = 1e-3  # the largest relative difference between two that compute the same in float32
+SAME = 1e-3  # the largest relative difference of two implementations of one function in float32
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Line:
     runs: dict[str, Callable[[], object]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     failed: str = ""
-    found: dict[str, float] = field(default_factory=dict)  # how far apart they are
+    found: dict[str, float] = field(default_factory=dict)  # how much they differ
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     write(options.out, results)
         results["finished"] = True
     except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted; this is what was done.")
+        Console(stderr=True).print("Interrupted. These are the results so far.")
     if options.out:
         write(options.out, results)
     show(results)
@@ -99,32 +100,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     methods = list(dict.fromkeys(peer.method for peer in PEERS))
-    parser.add_argument("--methods", default=",".join(methods), help="names, between commas")
-    parser.add_argument("--peers", default=",".join(PACKAGES), help="packages, between commas")
+    parser.add_argument("--methods", default=",".join(methods), help="names, separated by commas")
+    parser.add_argument("--peers", default=",".join(PACKAGES), help="packages, separated by commas")
     parser.add_argument("--lengths", default="1024,4096,16384")
-    parser.add_argument("--passes", default=",".join(PASSES), help="forward, training or both, between commas")
-    parser.add_argument("--rounds", type=int, default=11, help=f"up to 4,096 tokens; {FEW_ROUNDS} at most for longer sequences")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a call may take")
+    parser.add_argument("--passes", default=",".join(PASSES), help="forward, training or both, separated by commas")
+    parser.add_argument("--rounds", type=int, default=11, help=f"rounds up to 4,096 tokens; beyond, at most {FEW_ROUNDS}")
+    parser.add_argument("--limit", type=float, default=60.0, help="maximum seconds of a call")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args(arguments)
     for name, known in (("methods", methods), ("peers", PACKAGES), ("passes", PASSES)):
         chosen = getattr(options, name).split(",")
         if unknown := [one for one in chosen if one not in known]:
-            parser.error(f"--{name} are among {', '.join(known)}; got {', '.join(unknown)}.")
+            parser.error(f"--{name} must be among {', '.join(known)}; got {', '.join(unknown)}.")
         setattr(options, name, chosen)
     try:
-        options.lengths = sorted(set(numbers(options.lengths)))
+        options.lengths = sorted(set(parse_numbers(options.lengths)))
     except ValueError:
-        parser.error(f"--lengths are whole numbers, between commas; got {options.lengths!r}.")
+        parser.error(f"--lengths must be whole numbers, separated by commas; got {options.lengths!r}.")
     if min(*options.lengths, options.rounds) < 1:
-        parser.error("--lengths and --rounds are at least 1.")
+        parser.error("--lengths and --rounds must be at least 1.")
     if options.out and not options.out.parent.is_dir():
-        parser.error(f"--out is a file in a directory that exists; got {options.out}.")
+        parser.error(f"--out must be a file in an existing directory; got {options.out}.")
     return options
 
 
 def available(peers: Sequence[Peer]) -> tuple[list[Peer], dict[str, str]]:
-    """The peers whose package is here, and why the others are left out."""
+    """The peers whose package is installed, and why the others are left out."""
     left_out = {}
     for package in dict.fromkeys(peer.package for peer in peers):
         if why := missing(package):
@@ -137,14 +138,14 @@ def missing(package: str) -> str:
     try:
         with quietly():
             import_module(PACKAGES[package])
-    except Exception as error:  # one that is too old for this Python or PyTorch may raise anything
+    except Exception as error:  # a package that is too old for this Python or PyTorch may raise anything
         return reason(error)
     return ""
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Old packages warn, and print, about what is no matter here."""
+    """Hide warnings and output of old packages."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
@@ -152,7 +153,7 @@ def quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def bounded_memory() -> Iterator[None]:
-    """What would not fit into memory fails, and can be noted, instead of ending the process. On Linux."""
+    """On Linux: let a call that does not fit into memory fail, instead of ending the process."""
     status = Path("/proc/self/status")
     if not status.exists():
         yield
@@ -216,15 +217,15 @@ def measure(
 
 
 def too_slow(shorter: list[dict[str, Any]], length: int, limit: float) -> str:
-    """Why a peer is not tried, from its rows at shorter lengths; empty if it is. None of them claims more than linear time."""
+    """Why a peer is skipped, from its times at shorter lengths, as if they grew linearly; empty if it is not."""
     if any(TimeoutError.__name__ in r.get("failed", "") for r in shorter):
-        return f"{TimeoutError.__name__}: not tried, since a shorter one took more than {limit:.0f} s"
+        return f"{TimeoutError.__name__}: not run, because a shorter length took more than {limit:.0f} s"
     expected = max((r.get("peer_milliseconds", 0.0) / 1e3 * length / r["length"] for r in shorter), default=0.0)
-    return f"{TimeoutError.__name__}: not tried, a call would take about {expected:.0f} s" if expected > limit else ""
+    return f"{TimeoutError.__name__}: not run, because a call would take about {expected:.0f} s" if expected > limit else ""
 
 
 def attempt(do: Callable[..., None], line: Line, *arguments: object) -> None:
-    """What fails is noted, and not tried again."""
+    """Record a failure; what failed is not run again."""
     if line.failed:
         return
     try:
@@ -235,7 +236,7 @@ def attempt(do: Callable[..., None], line: Line, *arguments: object) -> None:
 
 
 def start(line: Line, length: int, is_causal: bool, training: bool, inputs: dict[str, list[Tensor]], limit: float) -> None:
-    """Build both sides, run each once, and compare what they give."""
+    """Build both sides, run each once, and compare their outputs."""
     peer = line.peer
     sides = dict(zip(("ours", "peer"), peer.make(length, is_causal), strict=True))
     given = {name: inputs[takes(side)] for name, side in sides.items()}
@@ -258,7 +259,7 @@ def start(line: Line, length: int, is_causal: bool, training: bool, inputs: dict
     difference = float((first - factor * second).norm() / first.norm())
     line.found = {"relative_difference": difference, "factor": factor}
     if is_causal in peer.same and not difference <= SAME:
-        raise ValueError(f"not the same function: off by {difference:.2e}")
+        raise ValueError(f"not the same function: they differ by {difference:.2e}")
 
 
 def takes(side: Side) -> str:
@@ -272,7 +273,7 @@ def applied(projections: Sequence[nn.Module]) -> Callable[[Tensor], list[Tensor]
 def runner(
     call: Callable[..., Tensor | list[Tensor]], inputs: Sequence[Tensor], weights: Sequence[Tensor], training: bool
 ) -> Callable[[], object]:
-    """Forward, or forward and backward with a gradient that is drawn beforehand."""
+    """The forward pass, or forward and backward with a random gradient that is drawn beforehand."""
     if not training:
         return lambda: call(*inputs)
     gradients: list[Tensor] = []
@@ -288,7 +289,7 @@ def runner(
 
 
 def run(line: Line, backwards: bool) -> None:
-    """All of a line's calls once, in turn; every second round the other way round."""
+    """All calls of a line once; every second round in reverse order."""
     for name in sorted(line.runs, reverse=backwards):
         begin = time.perf_counter()
         line.runs[name]()
@@ -316,25 +317,28 @@ def milliseconds(seconds: list[float]) -> float:
 
 
 def ratio(name: str, theirs: list[float], ours: list[float]) -> dict[str, Any]:
-    """By round. Where projections take nearly all the time, what is left may fall below 0: then there is no ratio."""
+    """Ratios by round. If projections take nearly all the time, a difference may be below 0; then there is no ratio."""
     ratios = [t / o for t, o in zip(theirs, ours, strict=True) if t > 0 and o > 0]
     if len(ratios) <= len(ours) // 2:
         return {name: None, f"{name}_80_percent": None}
-    return {name: round(statistics.median(ratios), 3), f"{name}_80_percent": [round(edge, 3) for edge in middle(ratios)]}
+    return {
+        name: round(statistics.median(ratios), 3),
+        f"{name}_80_percent": [round(edge, 3) for edge in middle_80_percent(ratios)],
+    }
 
 
-# What is told.
+# Reports.
 
 
 def goal(row: dict[str, Any]) -> float:
-    """How many times faster we want to be."""
+    """How many times faster ours should be."""
     if row["length"] < 4096:
         return 1.0
     return {"linear": 3.0, "performer": 10.0}.get(row["method"], 2.0) if row["is_causal"] else 2.0
 
 
 def reached(row: dict[str, Any]) -> float | None:
-    """Without projections where there are any."""
+    """The speedup, without projections if there are any."""
     return row.get("times_peer_without_projections", row.get("times_peer"))
 
 
@@ -381,26 +385,26 @@ def section(results: dict[str, Any]) -> str:
         for method, name, is_causal in sorted({identity(r) for r in results["time"]}, key=order.index)
     ]
     heads = [f"{which} {n:,}" for which, n in columns]
-    lines = [where(results), "", *markdown(["method", "against", "causal", *heads], rows)]
-    lines += ["", "Settings, ours and then theirs:", ""]
+    lines = [describe_setup(results), "", *markdown(["method", "against", "causal", *heads], rows)]
+    lines += ["", "Settings, ours / theirs:", ""]
     for p in results["peers"]:
         note = f" {p['note'][0].upper()}{p['note'][1:]}." if p["note"] else ""
         lines.append(f"- `{p['method']}`, {p['peer']}: {p['ours']} / {p['theirs']}.{note}")
-    failed = [f"- {told(r)}: {r['failed']}" for r in results["time"] if "failed" in r]
-    lines += ["", "What did not run:", "", *failed] if failed else []
+    failed = [f"- {_row_name(r)}: {r['failed']}" for r in results["time"] if "failed" in r]
+    lines += ["", "These did not run:", "", *failed] if failed else []
     left = [f"- {package}: {why}" for package, why in results["left_out"].items()]
-    lines += ["", "Left out, since they could not be imported:", "", *left] if left else []
+    lines += ["", "Left out, because they could not be imported:", "", *left] if left else []
     alone = ", ".join(f"`{method}`" for method in results["without_a_peer"])
-    lines += ["", f"No implementation in these packages: {alone}."]
+    lines += ["", f"These packages have no implementation of {alone}."]
     versions = ", ".join(f"{package} {version}" for package, version in results["versions"].items())
-    return "\n".join([*lines, "", f"Versions: {versions}. The command: `{results['command']}`."])
+    return "\n".join([*lines, "", f"Versions: {versions}. Command: `{results['command']}`."])
 
 
 def identity(row: dict[str, Any]) -> tuple[str, str, bool]:
     return row["method"], row["peer"], row["is_causal"]
 
 
-def told(row: dict[str, Any]) -> str:
+def _row_name(row: dict[str, Any]) -> str:
     return f"`{row['method']}`, {row['peer']}, {'causal, ' if row['is_causal'] else ''}{row['pass']} at {row['length']:,}"
 
 

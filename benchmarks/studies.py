@@ -1,4 +1,4 @@
-"""Which pretrained models are converted, to what, how they are scored, and what their repairs learn from."""
+"""The pretrained models that are converted, to which mechanisms, how they are scored, and what their repairs learn from."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 import subquad as sq
 from benchmarks import pretrained
+from benchmarks.generated_text import generate_text
 from benchmarks.pretrained import Batch, Pretrained
-from benchmarks.told import told
 from subquad.conversion import Schedule
 from subquad.conversion.repair.lora import Loss
 from subquad.conversion.repair.low_rank import Targets
 from subquad.families.base import Mechanism
 
-TOLD = 6144  # sequences of 256 tokens
+GENERATED = 6144  # sequences of 256 tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Of linear maps, of low rank: for how long, and which."""
+    """Low-rank changes of linear maps: for how long, and of which."""
 
     schedule: Schedule
     rank: int = 16
     targets: Targets = "attention"
 
     def arguments(self) -> dict[str, Any]:
-        """Of `align` and, with what is matched, of `finetune`."""
+        """The arguments of `align`, and with a loss those of `finetune`."""
         return {"rank": self.rank, "targets": self.targets}
 
     def settings(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Changes:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(Changes):
-    """What the whole model matches."""
+    """Low-rank finetuning of the whole model with a loss."""
 
     loss: Loss
 
@@ -54,8 +54,8 @@ class Text:
     """What a repair learns from.
 
     Args:
-        about: what it is, beside the settings of a row.
-        batches: of a model, from a folder with real text and one to keep what is made; the first ones judge.
+        about: what it is; part of the settings of a row.
+        batches: for a model, from a folder with real text and one for files to keep; the first ones are for evaluation.
     """
 
     about: str
@@ -64,7 +64,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """The stages, and what they learn from."""
+    """The stages of a repair, and the text that they learn from."""
 
     text: Text
     transfer: Schedule
@@ -81,11 +81,11 @@ class Study:
     """One model.
 
     Args:
-        about: what the reader must know of it.
-        metrics: what is measured, by the names that `score` gives.
-        rows: what the model is converted to.
-        longer: other repairs, for rows that have lost more.
-        unrepaired: rows that show what a swap alone does.
+        about: what the reader must know about it.
+        metrics: headings of the figures that `score` returns.
+        rows: the mechanisms that the model is converted to.
+        longer: longer repairs, for rows that have lost more.
+        unrepaired: rows that show the swap alone.
     """
 
     name: str
@@ -120,8 +120,8 @@ def _stories(read: Pretrained, data: Path, folder: Path) -> list[Batch]:
     return pretrained.packed(read.tokenizer, pretrained.stories(data, "val"), 256, 2)
 
 
-def _and_told(read: Pretrained, data: Path, folder: Path) -> list[Batch]:
-    return _stories(read, data, folder) + [{"input_ids": rows} for rows in told(read, TOLD, 256, folder).split(2)]
+def _more_stories(read: Pretrained, data: Path, folder: Path) -> list[Batch]:
+    return _stories(read, data, folder) + [{"input_ids": rows} for rows in generate_text(read, GENERATED, 256, folder).split(2)]
 
 
 def _perplexities(read: Pretrained, data: Path) -> dict[str, float]:
@@ -193,7 +193,7 @@ STUDIES = {
             ),
             longer={
                 "hedgehog": Repair(
-                    text=Text(f"stories, and {TOLD * 256:,} tokens that the original tells itself", _and_told),
+                    text=Text(f"stories, and {GENERATED * 256:,} tokens that the original tells itself", _more_stories),
                     transfer=Schedule(steps=6000, lr=2e-2, every=400, held_out=0.005, precision="bf16"),
                     align=Changes(
                         schedule=Schedule(steps=9000, lr=1e-3, every=500, held_out=0.005, precision="bf16"),

@@ -95,12 +95,12 @@ def test_interrupted_it_keeps_what_is_done(out, monkeypatch):
 
 
 def test_an_interrupted_stream(out, monkeypatch):
-    def put(watch, tokens, put=decode.Watch.put):
+    def put(watch, tokens, put=decode.StreamMonitor.put):
         put(watch, tokens)
         if watch.tokens == 18:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(decode.Watch, "put", put)
+    monkeypatch.setattr(decode.StreamMonitor, "put", put)
     with pytest.raises(SystemExit):
         results(out, "--methods", "linear", "--stream", "100")
     found = json.loads(out.read_text())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import results
-from benchmarks.suite import cells, page, records, sitting, times
+from benchmarks.suite import cells, page, records, session, times
 from benchmarks.suite.cells import Table
 from typer.testing import CliRunner
 
@@ -47,7 +47,7 @@ CHILD = """
 import functools, runpy
 from subquad import training
 training.train = functools.partial(training.train, in_worker=False)
-runpy.run_module("benchmarks.suite.child", run_name="__main__")
+runpy.run_module("benchmarks.suite.worker", run_name="__main__")
 """
 MARKS = "# Results\n\n<!-- made from benchmarks/results.json -->\nold\n<!-- end -->\n"
 
@@ -74,7 +74,7 @@ def starts(tmp_path_factory):
     out, patch = folder / "out", pytest.MonkeyPatch()
     started: list[str] = []
 
-    def begin(self, cell, begin=sitting.Sitting._start):
+    def begin(self, cell, begin=session.Session._start):
         started.append(cell.name)
         begin(self, cell)
 
@@ -104,9 +104,9 @@ def starts(tmp_path_factory):
         found = json.loads((folder / "results.json").read_text())["records"]
         return Start(code, printed, list(started), found, (folder / "page.md").read_text(), saved(), long())
 
-    patch.setattr(sitting.Sitting, "_start", begin)
-    patch.setattr(sitting, "PAUSE", 0.02)
-    patch.setattr(sitting, "CHILD", [sys.executable, "-c", CHILD])
+    patch.setattr(session.Session, "_start", begin)
+    patch.setattr(session, "POLL_INTERVAL", 0.02)
+    patch.setattr(session, "WORKER", [sys.executable, "-c", CHILD])
     patch.setenv("OMP_NUM_THREADS", "1")
     killed = start(SHORT, LONG, BROKEN, then=lambda process: process.kill())
     stopped = start(SHORT, LONG, then=lambda process: os.kill(os.getpid(), signal.SIGINT), after=killed.step)
@@ -175,7 +175,7 @@ def test_it_goes_on_and_runs_again_what_has_other_settings(starts):
     long, short = (finished.records[name] for name in ("long/linear", "short/softmax"))
     assert (long["status"], long["step"], short["status"], short["step"]) == ("done", 400, "done", 4)
     assert "2 of 2 cells are done." in finished.printed
-    assert long["seconds"] > HOUR  # of all sittings
+    assert long["seconds"] > HOUR  # of all sessions
 
 
 def test_the_page_is_made_from_the_records(starts):
@@ -462,7 +462,7 @@ def test_the_command_of_a_cell_trains_what_is_declared(cell, monkeypatch):
         plan = Plan(task=class_path(task), settings=settings, threads=threads, eval_rows=eval_rows, **given)
         [config] = choose_methods(task, methods, settings)[0].values()
         assert {"settings": plan.identity(), "options": options_of(config)} == cell.identity()
-        assert (config, threads) == (cell.config, 1)
+        assert (config, threads) == (cell.mechanism, 1)
         return Results({}, {}, {})
 
     monkeypatch.setattr(training, "train", train)

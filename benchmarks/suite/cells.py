@@ -1,7 +1,7 @@
-"""What docs/results.md consists of: tables, rows of a table, and cells of a row, each of them one training.
+"""The content of docs/results.md: tables, rows of a table, and cells of a row, each of which is one training run.
 
-A cell is declared by what differs from its task's own settings. Change a table here, and the cells that are not what they were
-are trained again by the next `make results`.
+A cell is declared by what differs from its task's own settings. After a change here, the next `make results` trains the cells
+whose settings have changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from benchmarks.suite.options import different, fitted
+from benchmarks.suite.options import changed_options, fit_to_length
 from subquad.families.base import Mechanism
 from subquad.registry import options_of
 from subquad.tasks import Settings
@@ -22,28 +22,28 @@ _SETTINGS = {f.name for f in fields(Settings)}
 
 @dataclass(frozen=True)
 class Cell:
-    """One training.
+    """One training run.
 
     Args:
-        name: TABLE/ROW, its folder below --out, and its key in results.json.
-        given: what differs from the task's own settings, and from a plain run, by the names that `subquad train` has.
-        minutes: that it is expected to take.
+        name: TABLE/ROW; its folder in --out, and its key in results.json.
+        given: what differs from the task's own settings and from a plain run, by the names of `subquad train`.
+        minutes: expected.
     """
 
     name: str
     table: str
     task: str
-    config: Mechanism
+    mechanism: Mechanism
     given: Mapping[str, Any]
     minutes: float
 
     @property
     def method(self) -> str:
-        return self.config.info.name
+        return self.mechanism.info.name
 
     @property
     def settings(self) -> Settings:
-        return changed(self.task, self.given)
+        return task_settings(self.task, self.given)
 
     @property
     def plan(self) -> Plan:
@@ -51,19 +51,19 @@ class Cell:
         return Plan(task=class_path(find_task(self.task)), settings=self.settings, threads=THREADS, **rest)
 
     def identity(self) -> dict[str, Any]:
-        """What a record must have been made with to stand for this cell."""
-        return {"settings": self.plan.identity(), "options": options_of(self.config)}
+        """The settings and options that the record of this cell must have."""
+        return {"settings": self.plan.identity(), "options": options_of(self.mechanism)}
 
     def command(self) -> list[str]:
-        """Of `subquad`; where it reads and writes is not part of it."""
-        options = [f"{self.method}.{name}={value}" for name, value in different(self.config).items()]
+        """The arguments of `subquad`, without input and output folders."""
+        options = [f"{self.method}.{name}={value}" for name, value in changed_options(self.mechanism).items()]
         words = [word for option in options for word in ("--method-option", option)]
         return [*command(self.task, self.method, self.given), *words, "--threads", str(THREADS)]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is trained once for each seed."""
+    """One training run for each seed."""
 
     label: str
     cells: tuple[Cell, ...]
@@ -71,17 +71,17 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The same task and settings for every row.
+    """Rows with the same task and settings.
 
     Args:
-        about: what the reader must know of it.
-        minutes: of a cell.
+        about: what the reader must know about it.
+        minutes: expected for a cell.
         given: as in `Cell`.
-        methods: their names, or none for all that can do the task.
-        tokens: of a usual sequence, which options are fitted to; by default as many as the longest has.
-        variants: instead of a row for each method, one for each of these changes.
-        seeds: cells of a row; figures are their means, or medians, and their range.
-        is_trained: otherwise nothing but the time of a step is measured, and the table says what the training would take.
+        methods: their names; none for all that can do the task.
+        tokens: of a typical sequence, for the options; by default as many as in the longest.
+        variants: rows for these changes, instead of one for each method.
+        seeds: one cell of a row for each; figures are their means or medians, with their range.
+        is_trained: if not, only the time of a step is measured, and the table projects the time of a training run.
     """
 
     name: str
@@ -98,33 +98,33 @@ class Table:
 
     @property
     def settings(self) -> Settings:
-        return changed(self.task, self.given)
+        return task_settings(self.task, self.given)
 
     def rows(self) -> list[Row]:
         able, _ = choose_methods(find_task(self.task), self.methods or ["all"], self.settings)
-        sized = {name: fitted(config, self.tokens or self.settings.length) for name, config in able.items()}
+        sized = {name: fit_to_length(mechanism, self.tokens or self.settings.length) for name, mechanism in able.items()}
         return [
-            Row(label, tuple(self._cell(label, config, {**self.given, **change}, seed) for seed in self.seeds))
-            for name, config in sized.items()
+            Row(label, tuple(self._cell(label, mechanism, {**self.given, **change}, seed) for seed in self.seeds))
+            for name, mechanism in sized.items()
             for label, change in (self.variants or {name: {}}).items()
         ]
 
     def refused(self) -> dict[str, str]:
-        """Methods that cannot do the task, and why; of a table that is not about methods, none."""
+        """Methods that cannot do the task, and why; none for a table that does not compare methods."""
         return {} if self.variants or not self.is_trained else choose_methods(find_task(self.task), ["all"], self.settings)[1]
 
-    def _cell(self, label: str, config: Mechanism, given: Mapping[str, Any], seed: int) -> Cell:
+    def _cell(self, label: str, mechanism: Mechanism, given: Mapping[str, Any], seed: int) -> Cell:
         name = f"{self.name}/{label}" + (f"-seed{seed}" if seed else "")
-        return Cell(name, self.name, self.task, config, {**given, **({"seed": seed} if seed else {})}, self.minutes)
+        return Cell(name, self.name, self.task, mechanism, {**given, **({"seed": seed} if seed else {})}, self.minutes)
 
 
-def made_with(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what was measured, that which `Cell.identity` says."""
-    return {name: found[name] for name in ("settings", "options")}
+def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a record that `Cell.identity` must equal."""
+    return {name: record[name] for name in ("settings", "options")}
 
 
-def changed(task: str, given: Mapping[str, Any]) -> Settings:
-    """The task's settings with what is given of them."""
+def task_settings(task: str, given: Mapping[str, Any]) -> Settings:
+    """The settings of the task, changed as given."""
     changes = {name: value for name, value in given.items() if name in _SETTINGS}
     if "options" in changes:
         changes["options"] = tuple(changes["options"].items())
@@ -134,7 +134,7 @@ def changed(task: str, given: Mapping[str, Any]) -> Settings:
 
 
 def command(task: str, method: str, given: Mapping[str, Any]) -> list[str]:
-    """The words behind `subquad` that train this."""
+    """The arguments of `subquad` for this training run."""
     words = ["train", task, "--method", method]
     for name, value in given.items():
         if name == "options":
@@ -149,7 +149,7 @@ TABLES: tuple[Table, ...] = (
         name="cifar10",
         title="CIFAR-10, 64 patches",
         task="cifar10",
-        about="Accuracy on the 10,000 test images, after training on 49,000; by the other 1,000 the best model is chosen.",
+        about="Accuracy on the 10,000 test images, after training on 49,000. The best model is chosen on the other 1,000.",
         given={"precision": "bf16", "epochs": 7},
         minutes=16,
     ),
@@ -157,8 +157,8 @@ TABLES: tuple[Table, ...] = (
         name="listops-128",
         title="ListOps, up to 128 tokens",
         task="listops",
-        about="Accuracy on 1,000 expressions of 32 to 128 tokens, with ten answers to choose from; the most frequent is "
-        "right for 15.0% of them.",
+        about="Accuracy on 1,000 expressions of 32 to 128 tokens with ten possible answers; the most frequent answer is right "
+        "for 15.0% of them.",
         given={"length": 128},
         minutes=5,
     ),
@@ -166,7 +166,7 @@ TABLES: tuple[Table, ...] = (
         name="listops-256",
         title="ListOps, up to 256 tokens",
         task="listops",
-        about="Accuracy on 1,000 expressions of 64 to 256 tokens, of which the most frequent answer is right for 17.2%; a step "
+        about="Accuracy on 1,000 expressions of 64 to 256 tokens; the most frequent answer is right for 17.2% of them. A step "
         "reads as many tokens as at 128.",
         given={"length": 256, "batch": 16},
         minutes=5,
@@ -175,7 +175,7 @@ TABLES: tuple[Table, ...] = (
         name="recall-64",
         title="Associative recall, 64 tokens",
         task="recall",
-        about="The share of 8 keys in a sequence whose value is remembered.",
+        about="The fraction of the 8 keys of a sequence whose value is recalled.",
         given={"length": 64},
         minutes=5,
     ),
@@ -183,7 +183,7 @@ TABLES: tuple[Table, ...] = (
         name="recall-256",
         title="Associative recall, 256 tokens",
         task="recall",
-        about="The share of 32 keys in a sequence whose value is remembered; a step reads twice as many tokens as at 64.",
+        about="The fraction of the 32 keys of a sequence whose value is recalled. A step reads twice as many tokens as at 64.",
         given={"length": 256, "batch": 16},
         minutes=5,
     ),
@@ -191,15 +191,15 @@ TABLES: tuple[Table, ...] = (
         name="wikitext2",
         title="WikiText-2",
         task="wikitext2",
-        about="Perplexity per word of the test text, from pieces of words: less is better.",
+        about="Perplexity per word of the test text, computed over word pieces; lower is better.",
         minutes=10,
     ),
     Table(
         name="multi30k",
         title="Multi30k, English to German",
         task="multi30k",
-        about="BLEU on the 1,000 sentences of the 2016 test set, of 16 tokens on average. The method is the self-attention of "
-        "encoder and decoder; cross-attention is softmax.",
+        about="BLEU on the 1,000 sentences of the 2016 test set, which have 16 tokens on average. The method is the "
+        "self-attention of encoder and decoder; cross-attention is softmax.",
         methods=("softmax", "linear", "performer", "local"),
         tokens=24,
         minutes=30,
@@ -208,7 +208,7 @@ TABLES: tuple[Table, ...] = (
         name="pixels",
         title="CIFAR-10 as 1,024 single pixels: the time of 3,000 steps",
         task="cifar10",
-        about="The model is that of the patches; every pixel is a token. Nothing is trained: a step is timed.",
+        about="The model for patches, with every pixel as a token. Nothing is trained; only a step is timed.",
         given={"options": {"tokens": "pixels"}, "length": 1024, "batch": 16, "steps": 3000},
         methods=("softmax", "linear"),
         is_trained=False,
@@ -217,8 +217,8 @@ TABLES: tuple[Table, ...] = (
         name="memory",
         title="Digits: bf16 and checkpointing",
         task="digits",
-        about="`linear` in plain float32, with `--precision bf16`, with `--checkpointing`, and with both. Scores are the mean "
-        "over three seeds (`--seed`), with the least and the greatest: so much is a difference between rows worth.",
+        about="`linear` in plain float32, with `--precision bf16`, with `--checkpointing`, and with both. Scores are means "
+        "over three seeds (`--seed`), with their range: smaller differences between rows mean nothing.",
         given={"batch": 256, "epochs": 40},
         methods=("linear",),
         variants={
@@ -234,6 +234,6 @@ TABLES: tuple[Table, ...] = (
 
 
 def selected(tables: Sequence[Table], methods: Sequence[str]) -> list[Cell]:
-    """The cells of `tables` to train, of these methods if any are named."""
+    """The cells of `tables` to train; if methods are given, only theirs."""
     cells = [cell for table in tables if table.is_trained for row in table.rows() for cell in row.cells]
     return [cell for cell in cells if not methods or cell.method in methods]

@@ -1,8 +1,8 @@
-"""Options that fit a short sequence.
+"""Options for short sequences.
 
-The defaults are for thousands of tokens: a window of 256 sees all of 64, and a table would compare softmax with itself.
-Here every mechanism that leaves out pairs sees about a quarter of the sequence, and one that compresses has an eighth to a
-quarter of its tokens as points. Those without such a size keep their defaults.
+The defaults are for thousands of tokens: a window of 256 covers all of 64 tokens, and a table would compare softmax with
+itself. Here every mechanism that leaves out pairs sees about a quarter of the sequence, and one that compresses has an
+eighth to a quarter as many points as tokens. Mechanisms without such a size keep their defaults.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from subquad.families.base import Mechanism
 
 
-def fitted(config: Mechanism, tokens: int) -> Mechanism:
-    """The mechanism, sized for sequences of so many tokens."""
+def fit_to_length(mechanism: Mechanism, tokens: int) -> Mechanism:
+    """The mechanism, with options for sequences of that many tokens."""
     eighth, quarter = max(1, tokens // 8), max(2, tokens // 4)
     sizes: dict[str, dict[str, Any]] = {
         "local": {"window": eighth},
@@ -29,10 +29,10 @@ def fitted(config: Mechanism, tokens: int) -> Mechanism:
         "nystrom": {"landmarks": quarter},
         "induced": {"points": quarter},
     }
-    return replace(config, **sizes.get(config.info.name, {}))  # type: ignore[type-var]
+    return replace(mechanism, **sizes.get(mechanism.info.name, {}))  # type: ignore[type-var]
 
 
-def different(config: Mechanism) -> dict[str, Any]:
-    """The options that are not the defaults."""
-    defaults = vars(type(config)())
-    return {name: value for name, value in vars(config).items() if value != defaults[name]}
+def changed_options(mechanism: Mechanism) -> dict[str, Any]:
+    """The options that differ from the defaults."""
+    defaults = vars(type(mechanism)())
+    return {name: value for name, value in vars(mechanism).items() if value != defaults[name]}

@@ -1,4 +1,4 @@
-"""docs/results.md: all scores in one table, and a table for each that is declared, from the records there are."""
+"""docs/results.md: all scores in one table, then each table of `cells`, from the records."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import subquad as sq
-from benchmarks.common import markdown, on
+from benchmarks.common import describe, markdown
 from benchmarks.suite import cells, records, times
 from benchmarks.suite.cells import Row, Table
-from benchmarks.suite.options import different
+from benchmarks.suite.options import changed_options
 from benchmarks.suite.records import Saved
 from benchmarks.suite.times import Timed
 from subquad.report import figures
 from subquad.tasks import TASKS, Settings
 
-_WORDS = 200  # characters of a reason, at most
-_PERCENT = ("accuracy",)  # figures that are shares
+_MAX_REASON = 200  # characters
+_PERCENT = ("accuracy",)  # figures shown in percent
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A row with the records of its cells, and the time of its step where that was measured."""
+    """A row with the records of its cells, and the time of its step if that was measured."""
 
     row: Row
     records: list[Saved]
@@ -41,7 +41,7 @@ class Filled:
             return "not run yet"
         record = self.records[0]
         why = record["why"].split(";")[0] if record["status"] == "diverged" else record["why"]
-        return f"{record['status']}: {why[:_WORDS]}"
+        return f"{record['status']}: {why[:_MAX_REASON]}"
 
     def median(self, name: str) -> float | None:
         values = [record[name] for record in self.done if record.get(name) is not None]
@@ -52,16 +52,16 @@ Column = Callable[[Filled], str]
 
 
 def section(found: dict[str, Any], timed: dict[str, Timed]) -> str:
-    """All that stands between the marks: what results.json holds, and what times.json holds for each table."""
+    """The generated part of the page: `found` is results.json, `timed` has the step times by table."""
     saved: dict[str, Saved] = found["records"]
     every = cells.selected(cells.TABLES, [])
     done = sum(records.is_final(records.of(cell, saved)) for cell in every)
     parts = [_table(table, saved, timed.get(table.name)) for table in cells.TABLES]
-    return "\n\n".join([f"{done} of {len(every)} trainings have been run.", overview(found), *parts])
+    return "\n\n".join([f"{done} of {len(every)} training runs are complete.", overview(found), *parts])
 
 
 def overview(found: dict[str, Any]) -> str:
-    """The scores of all tables that compare methods, a row a method and a column a table."""
+    """The scores of all tables that compare methods, with a row per method and a column per table."""
     tables = [table for table in cells.TABLES if table.is_trained and not table.variants]
     rows = {table.name: {row.label: _filled(row, found["records"], None) for row in table.rows()} for table in tables}
     heads = [f"`{table.name}`, {TASKS[table.task].info.metric}" for table in tables]
@@ -74,7 +74,7 @@ def overview(found: dict[str, Any]) -> str:
 
 
 def _brief(table: Table, row: Filled | None, method: str) -> str:
-    """A score, or a word for why there is none; its table has the reason."""
+    """A score, or one word on why there is none; the table itself has the reason."""
     if row is None:
         return "no" if method in table.refused() else "-"
     if not row.done:
@@ -96,9 +96,12 @@ def _table(table: Table, saved: dict[str, Saved], timed: Timed | None) -> str:
 
 
 def _without_scores(row: Filled, columns: dict[str, Column]) -> list[str]:
-    """Why there are none, and its steps where they were measured."""
+    """The reason, and figures of the step if they were measured."""
     _, *others = columns.items()
-    steps = [column(row) if row.time is not None and name.startswith(("step", "of ")) else "" for name, column in others]
+    steps = [
+        column(row) if row.time is not None and name.startswith(("step", "time vs.", "memory vs.")) else ""
+        for name, column in others
+    ]
     return [f"`{row.row.label}`", _escaped(row.why), *steps]
 
 
@@ -107,7 +110,7 @@ def _filled(row: Row, saved: dict[str, Saved], timed: Timed | None) -> Filled:
 
 
 def _ordered(table: Table, rows: Sequence[Filled]) -> list[Filled]:
-    """Those with figures: of a table about scores the best first, otherwise as declared."""
+    """The rows with figures: sorted by score if the table compares methods, otherwise as declared."""
     if not table.is_trained:
         return list(rows)
     done = [row for row in rows if row.done]
@@ -119,13 +122,13 @@ def _ordered(table: Table, rows: Sequence[Filled]) -> list[Filled]:
 
 
 def _columns(table: Table, base: Filled) -> dict[str, Column]:
-    """What each column says of a row, by its heading; ratios are to the first row that was declared."""
-    metric, first = TASKS[table.task].info.metric, f"of `{base.row.label}`"
+    """The columns by heading; ratios are to the first declared row."""
+    metric, first = TASKS[table.task].info.metric, f"`{base.row.label}`"
     step: dict[str, Column] = {
         "step time": lambda row: _timed(row, figures.duration),
-        f"{first}'s time": lambda row: _time_ratio(row, base),
+        f"time vs. {first}": lambda row: _time_ratio(row, base),
         "step memory": lambda row: "-" if row.time is None else figures.size(row.time["bytes"]),
-        f"{first}'s memory": lambda row: _memory_ratio(row, base),
+        f"memory vs. {first}": lambda row: _memory_ratio(row, base),
     }
     if not table.is_trained:
         steps = table.settings.steps or 0
@@ -142,7 +145,7 @@ def _columns(table: Table, base: Filled) -> dict[str, Column]:
 
 
 def _options(row: Filled) -> str:
-    return ", ".join(f"{name}={value}" for name, value in different(row.row.cells[0].config).items())
+    return ", ".join(f"{name}={value}" for name, value in changed_options(row.row.cells[0].mechanism).items())
 
 
 def _mean(row: Filled, figure: str) -> float:
@@ -150,7 +153,7 @@ def _mean(row: Filled, figure: str) -> float:
 
 
 def _scores(row: Filled, figure: str) -> str:
-    """The mean over seeds, with the least and the greatest."""
+    """The mean over seeds, with the range."""
     values = [record["test"][figure] for record in row.done]
     shown = "{:.1%}".format if figure in _PERCENT else lambda value: f"{value:#.4g}".rstrip(".")
     if len(row.row.cells) == 1:
@@ -179,23 +182,22 @@ def _shown(value: float | None, written: Callable[[float], str]) -> str:
 
 
 def _under(table: Table, done: Sequence[tuple[str, Saved]], timed: Timed | None) -> list[str]:
-    """Settings, commands and machines, a line each."""
+    """Settings, commands and machines, one line each."""
     method = "METHOD" if len(table.methods) != 1 else table.methods[0]
     line = shlex.join(["subquad", *cells.command(table.task, method, table.given), "--threads", str(cells.THREADS)])
     seeds = ", ".join(map(str, table.seeds))
     others = "".join(f", {name} {value}" for name, value in table.given.items() if name in ("precision", "checkpointing"))
     lines = [f"Settings: {_settings(table.settings)}{others}; seed{'s' if len(table.seeds) > 1 else ''} {seeds}."]
     if table.is_trained:
-        fitted = ", with what its name says" if table.variants else ", its options as `--method-option name=value`"
-        lines.append(
-            f"The command of a row: `{line}`{fitted}; of the table: `python benchmarks/results.py --only {table.name}`."
-        )
+        options = "the options in its name" if table.variants else "its options as `--method-option name=value`"
+        lines.append(f"Command for a row: `{line}`, with {options}.")
+        lines.append(f"Command for the table: `python benchmarks/results.py --only {table.name}`.")
     else:
-        lines.append(f"Projected: the time of a step, times the steps of `{line}`.")
+        lines.append(f"Projected: the time of a step times the number of steps of `{line}`.")
     where: dict[str, list[str]] = {}
     for label, record in done:
-        at = on({**record["machine"], "threads": record["threads"]})
-        jobs = f"{record['jobs']} trainings side by side" if record["jobs"] > 1 else "one training at a time"
+        at = describe({**record["machine"], "threads": record["threads"]})
+        jobs = f"{record['jobs']} training runs in parallel" if record["jobs"] > 1 else "one training run at a time"
         where.setdefault(f"{at}; {jobs}; commit {record['commit'] or 'unknown'}.", []).append(label)
     for place, labels in where.items():
         which = "" if len(where) == 1 else f" ({', '.join(f'`{name}`' for name in dict.fromkeys(labels))})"
@@ -204,14 +206,14 @@ def _under(table: Table, done: Sequence[tuple[str, Saved]], timed: Timed | None)
 
 
 def _steps(table: Table, timed: Timed | None) -> str:
-    """Where step times come from, or how to get them."""
+    """Where step times come from, or how to measure them."""
     line = f"python benchmarks/results.py --times --only {table.name}"
     if timed is None:
-        return f"Step times are not measured yet: `{line}`."
+        return f"Step times have not been measured yet. Command: `{line}`."
     if not times.is_measured(table, timed, rounds=1):
-        return f"Some step times (`-`) are of other settings, and not shown: `{line}`."
-    left_out = "".join(f" Without `{label}`: {_escaped(why)}." for label, why in timed["left_out"].items())
-    at = f"{on(timed['machine'])}; commit {timed['machine']['commit'] or 'unknown'}"
+        return f"Some step times (`-`) were measured with other settings and are not shown. Command: `{line}`."
+    left_out = "".join(f" Left out: `{label}`, {_escaped(why)}." for label, why in timed["left_out"].items())
+    at = f"{describe(timed['machine'])}; commit {timed['machine']['commit'] or 'unknown'}"
     return f"Step times: `{line} --rounds {timed['rounds']}`, on {at}.{left_out}"
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/results.json: a record for each cell that has ended, whole at any moment, kept from sitting to sitting."""
+"""benchmarks/results.json: a record for each cell that has ended, written atomically, kept from session to session."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write
-from benchmarks.suite.cells import Cell, made_with
+from benchmarks.suite.cells import Cell, identity_of
 from subquad.runs.results_file import ResultsError, read_results
 from subquad.training import Record, Results, load
 from subquad.training.results import FILE
 
 SCHEMA, VERSION = "subquad.results", 1
-FINAL = ("done", "diverged", "refused")  # what trying again would not change
-_LONG = ("losses", "evals")  # curves, which the cell's folder keeps
+FINAL = ("done", "diverged", "refused")  # another try would not change these
+_LONG = ("losses", "evals")  # curves, which stay in the cell's folder
 
 Saved = dict[str, Any]
 
 
 def read(path: Path) -> dict[str, Saved]:
-    """The records by the name of their cell."""
+    """The records by cell."""
     found: dict[str, Saved] = read_results(path, SCHEMA, VERSION)["records"] if path.exists() else {}
     return found
 
 
 def merge(path: Path, cell: Cell, record: Saved) -> None:
-    """In the place of that cell's record; whatever else the file holds by now stays."""
+    """Replace the record of that cell; the rest of the file is kept."""
     save(path, {**read(path), cell.name: record})
 
 
@@ -36,9 +36,9 @@ def save(path: Path, records: dict[str, Saved]) -> None:
 
 
 def of(cell: Cell, records: dict[str, Saved]) -> Saved | None:
-    """The record of that cell, if it was made with the cell's settings."""
+    """The record of that cell, if it has the cell's settings."""
     found = records.get(cell.name)
-    return found if found is not None and made_with(found) == cell.identity() else None
+    return found if found is not None and identity_of(found) == cell.identity() else None
 
 
 def is_final(record: Saved | None) -> bool:
@@ -46,7 +46,7 @@ def is_final(record: Saved | None) -> bool:
 
 
 def trained(cell: Cell, folder: Path) -> tuple[Results, Record] | None:
-    """What the training in `folder` has found so far, if its settings are the cell's."""
+    """The results of the training run in `folder`, if its settings are the cell's."""
     try:
         results = load(folder / FILE)
     except ResultsError:
@@ -58,7 +58,7 @@ def trained(cell: Cell, folder: Path) -> tuple[Results, Record] | None:
 
 
 def made(cell: Cell, results: Results, record: Record, jobs: int) -> Saved:
-    """What is kept of a training."""
+    """The record of a training run."""
     return {
         **_short(record),
         **cell.identity(),
@@ -75,7 +75,7 @@ def made(cell: Cell, results: Results, record: Record, jobs: int) -> Saved:
 
 
 def failed(cell: Cell, why: str) -> Saved:
-    """For a training that has left no record."""
+    """The record of a training run that has left no results."""
     return {**_short(Record(cell.method, status="failed", why=why)), **cell.identity(), "task": cell.task}
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import converting, features, pretrained, serving, studies, told
+from benchmarks import converting, features, generated_text, pretrained, serving, studies
 from benchmarks.pretrained import Pretrained
 
 import subquad as sq
@@ -157,22 +157,24 @@ def test_bytes_and_speed_at_the_end_of_a_text(monkeypatch, tmp_path, model):
 
 
 def test_what_a_model_tells_itself(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(told, "PIECE", 4)
+    monkeypatch.setattr(generated_text, "PIECE", 4)
     read = Pretrained(model, SimpleNamespace(bos_token_id=1))
-    first = told.told(read, 6, 12, tmp_path)
+    first = generated_text.generate_text(read, 6, 12, tmp_path)
     assert first.shape == (6, 12)
     assert (first[:, 0] == 1).all()
     assert len({tuple(row) for row in first.tolist()}) == 6
-    assert torch.equal(told.told(Pretrained(model, read.tokenizer), 5, 12, tmp_path), first[:5])  # from what was written
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["told-12-0.pt", "told-12-1.pt"]
+    assert torch.equal(
+        generated_text.generate_text(Pretrained(model, read.tokenizer), 5, 12, tmp_path), first[:5]
+    )  # from what was written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["generated-12-0.pt", "generated-12-1.pt"]
 
 
 def test_what_a_model_tells_itself_is_drawn_from_its_distribution(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(told, "PIECE", 20_000)
+    monkeypatch.setattr(generated_text, "PIECE", 20_000)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(8)  # far from uniform
         expected = model(torch.tensor([[1]])).logits[0, -1].softmax(-1)
-    drawn = told.told(Pretrained(model, SimpleNamespace(bos_token_id=1)), 20_000, 2, tmp_path)[:, 1]
+    drawn = generated_text.generate_text(Pretrained(model, SimpleNamespace(bos_token_id=1)), 20_000, 2, tmp_path)[:, 1]
     shares = drawn.bincount(minlength=len(expected)) / len(drawn)
     assert expected.max() > 4 * expected.mean()
     assert (shares - expected).abs().max() < 5 * (expected.max() / len(drawn)) ** 0.5

@@ -1,6 +1,6 @@
-"""`subquad`, for as long as somebody waits for it: when standard input ends, that is a wish to stop.
+"""The process of one cell: the `subquad` command, which stops when its standard input is closed.
 
-So cells do not run on alone when the suite is killed: they write a checkpoint and end.
+So when the suite is killed, its cells write a checkpoint and end, instead of running on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Text that a language model tells itself: as much as a repair can learn from, where there is little other text.
+"""Text that a language model generates itself: as much as a repair needs, if there is little other text.
 
-Each sequence begins with the token that begins a text, and each next token is drawn from the model's own distribution. A piece
-of it is written when it is done; started again, only what is missing is drawn.
+Each sequence begins with the token that starts a text, and each next token is sampled from the model's own distribution. Every
+finished piece is written to a file, so that a second start generates only what is missing.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from subquad.runs.files import write_atomically
 PIECE = 128  # sequences
 
 
-def told(read: Pretrained, sequences: int, length: int, folder: Path) -> Tensor:
-    """(sequences, length) tokens; pieces of it are in `folder`, or go there."""
+def generate_text(read: Pretrained, sequences: int, length: int, folder: Path) -> Tensor:
+    """(sequences, length) tokens; the pieces are kept in `folder`."""
     model = sq.convert(read.model, "softmax", copy=True)  # for its cache, which grows without being copied at each token
     pieces = [_piece(model, read.tokenizer.bos_token_id, i, length, folder) for i in range(-(-sequences // PIECE))]
     return torch.cat(pieces)[:sequences]
 
 
-def _piece(model: Any, begin: int, index: int, length: int, folder: Path) -> Tensor:
-    path = folder / f"told-{length}-{index}.pt"
+def _piece(model: Any, start: int, index: int, length: int, folder: Path) -> Tensor:
+    path = folder / f"generated-{length}-{index}.pt"
     if not path.exists():
         content = io.BytesIO()
-        torch.save(_drawn(model, begin, length, torch.Generator().manual_seed(index)), content)
+        torch.save(_sample(model, start, length, torch.Generator().manual_seed(index)), content)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content.getvalue())
     tokens: Tensor = torch.load(path, weights_only=True)
@@ -39,8 +39,8 @@ def _piece(model: Any, begin: int, index: int, length: int, folder: Path) -> Ten
 
 
 @torch.inference_mode()
-def _drawn(model: Any, begin: int, length: int, generator: torch.Generator) -> Tensor:
-    tokens, cache = [torch.full((PIECE, 1), begin)], None
+def _sample(model: Any, start: int, length: int, generator: torch.Generator) -> Tensor:
+    tokens, cache = [torch.full((PIECE, 1), start)], None
     while len(tokens) < length:
         out = model(tokens[-1], past_key_values=cache, use_cache=True)
         cache = out.past_key_values
