@@ -1,12 +1,12 @@
-"""What converting pretrained models costs, and what repairs give back: the tables of docs/converting.md.
+"""What the conversion of pretrained models loses, and what repairs recover: the tables of docs/converting.md.
 
     make pretrained && python benchmarks/converting.py --data DIR                      # all of it, a few hours
     python benchmarks/converting.py --data DIR --only stories15m --rows hybrid-32
 
-Each row is a method: the score right after the swap, after attention transfer where it learns anything, after alignment where
-that is done, and after low-rank finetuning, none of which sees a label or a test text; beside it, what `sq.diagnose` says of
-the heads, on batches that no repair learns from. A row is written when it is done; started again, only what is missing is run,
-and a repair that was stopped goes on from its checkpoint. `benchmarks/studies.py` has the models and rows.
+Each row is a method, with its score after the swap, after attention transfer if it has parameters, after alignment if there is
+any, and after low-rank finetuning. None of these stages sees a label or a test text. The errors of heads are those of
+`sq.diagnose`, on batches that no repair learns from. Every finished row is written; a second start runs only what is missing,
+and resumes a repair from its checkpoint. `benchmarks/studies.py` has the models and rows.
 """
 
 from __future__ import annotations

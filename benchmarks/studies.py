@@ -143,9 +143,9 @@ STUDIES = {
         Study(
             name="minilm",
             title="all-MiniLM-L6-v2 on STS-B",
-            about="An encoder of sentences: 6 layers of 12 heads. Spearman's correlation on the 1,379 test pairs: more is "
-            "better. Repairs learn from the sentences of the training pairs, without what people said of them, to give the "
-            "original's last hidden states.",
+            about="A sentence encoder with 6 layers of 12 heads. Spearman's correlation on the 1,379 test pairs; higher is "
+            "better. Repairs learn the original's last hidden states, from the sentences of the training pairs without their "
+            "ratings.",
             metrics={"spearman": "Spearman"},
             load=lambda data: pretrained.minilm(),
             score=_sts,
@@ -171,9 +171,9 @@ STUDIES = {
         Study(
             name="stories15m",
             title="stories15M on TinyStories",
-            about="A language model of 6 layers of 6 heads with a context of 256. Nats a token over the first 256 tokens of 60 "
-            "test stories: less is better. Repairs learn from other stories to give the original's distribution over the next "
-            "token.",
+            about="A language model with 6 layers of 6 heads and a context of 256. Nats per token over the first 256 tokens of "
+            "60 test stories; lower is better. Repairs learn the original's distribution over the next token, from other "
+            "stories.",
             metrics={"nats": "nats"},
             load=pretrained.stories15m,
             score=_story_nats,
@@ -213,9 +213,9 @@ STUDIES = {
         Study(
             name="smollm2",
             title="SmolLM2-135M on WikiText-2 and War and Peace",
-            about="A language model of 30 layers of 9 query and 3 key-value heads. Perplexity a token over 4 sequences of "
-            "2,048 tokens of each text: less is better. Repairs learn from WikiText-2's training articles to give the "
-            "original's distribution over the next token; nothing of War and Peace is learnt from.",
+            about="A language model with 30 layers of 9 query heads and 3 key-value heads. Perplexity per token over 4 "
+            "sequences of 2,048 tokens of each text; lower is better. Repairs learn the original's distribution over the next "
+            "token, from WikiText-2's training articles and from nothing of War and Peace.",
             metrics={"wikitext2": "WikiText-2", "war_and_peace": "War and Peace"},
             load=lambda data: pretrained.smollm2(),
             score=_perplexities,

@@ -113,7 +113,7 @@ def test_an_interrupted_stream(out, monkeypatch):
     [
         (["--positions", "16,x"], "whole numbers"),
         (["--rounds", "0"], "at least 1"),
-        (["--out", "/nowhere/decode.json"], "directory that exists"),
+        (["--out", "/nowhere/decode.json"], "in an existing directory"),
     ],
 )
 def test_bad_arguments(arguments, reason, capsys):
@@ -123,7 +123,7 @@ def test_bad_arguments(arguments, reason, capsys):
 
 
 def test_a_method_that_cannot_decode():
-    with pytest.raises(SystemExit, match="nystrom cannot do this"):
+    with pytest.raises(SystemExit, match="nystrom does not support this"):
         decode.main([*TINY, "--methods", "nystrom"])
 
 
@@ -232,7 +232,7 @@ def test_the_docs_tables_are_written_between_their_marks(tmp_path):
     page.write_text(old)
     assert docs.filled(page, sections, tmp_path) == new
     page.write_text(old + old)
-    with pytest.raises(SystemExit, match=r"page\.md has the mark"):
+    with pytest.raises(SystemExit, match=r"page\.md must have the marker"):
         docs.filled(page, sections, tmp_path)
 
 
@@ -244,7 +244,7 @@ def test_the_docs_tables_are_written_between_their_marks(tmp_path):
         (["--passes", "backward"], "got backward"),
         (["--peers", "nobody"], "got nobody"),
         (["--rounds", "0"], "at least 1"),
-        (["--out", "/nowhere/peers.json"], "directory that exists"),
+        (["--out", "/nowhere/peers.json"], "in an existing directory"),
     ],
 )
 def test_bad_arguments_to_peers(arguments, said, capsys):

@@ -90,7 +90,7 @@ def starts(tmp_path_factory):
         started.clear()
         acted: list[bool] = []
 
-        def show(bar, now, show=results._show):
+        def show(bar, now, show=results._on_progress):
             show(bar, now)
             if "long/linear" in now.running and saved() > after and not acted:
                 acted.append(True)
@@ -98,7 +98,7 @@ def starts(tmp_path_factory):
 
         with pytest.MonkeyPatch.context() as here:
             here.setattr(cells, "TABLES", tables)
-            here.setattr(results, "_show", show)
+            here.setattr(results, "_on_progress", show)
             line = ["--out", str(out), "--data", str(folder / "data"), "--results", str(folder / "results.json")]
             code, printed = run([*line, "--page", str(folder / "page.md")])
         found = json.loads((folder / "results.json").read_text())["records"]
@@ -135,7 +135,7 @@ def test_every_cell_runs_and_what_fails_is_recorded_with_its_reason(starts):
     assert {name: record["status"] for name, record in killed.records.items()} == {
         "broken/linear": "failed", "long/linear": "failed", "short/softmax": "done",
     }  # fmt: skip
-    assert killed.records["broken/linear"]["why"].startswith("cifar10 looks for the folder")
+    assert killed.records["broken/linear"]["why"].startswith("cifar10 needs the folder")
     assert killed.records["long/linear"]["why"] == "the process was ended by signal 9"
     assert "1 of 3 cells are done. The same command goes on with the rest." in killed.printed
 
@@ -181,8 +181,8 @@ def test_it_goes_on_and_runs_again_what_has_other_settings(starts):
 def test_the_page_is_made_from_the_records(starts):
     killed, stopped, finished = starts
     assert "| `linear` | failed: the process was ended by signal 9 |" in killed.page
-    assert "1 of 2 trainings have been run." in stopped.page
-    assert "2 of 2 trainings have been run." in finished.page
+    assert "1 of 2 training runs are complete." in stopped.page
+    assert "2 of 2 training runs are complete." in finished.page
     assert finished.page.startswith("# Results\n")
     assert finished.page.endswith("<!-- end -->\n")
     assert "steps 4" in finished.page
@@ -235,7 +235,7 @@ def test_the_best_comes_first_with_its_cost_beside_softmax(tables):
     [table] = cells.TABLES
     learned = {"test": {"accuracy": 0.75, "loss": 1.0}}
     lines = shown(table, {}, learned, times=timed(table, softmax=500.0, linear=250.0, local=400.0))
-    head = "| method | accuracy | loss | step time | of `softmax`'s time | step memory | of `softmax`'s memory | parameters | minutes | options |"
+    head = "| method | accuracy | loss | step time | time vs. `softmax` | step memory | memory vs. `softmax` | parameters | minutes | options |"
     first = lines.index(head) + 2
     assert lines[first : first + 3] == [
         "| `linear` | 75.0% | 1.000 | 250 ms | 0.50 (0.40 to 0.60) | 250 MiB | 0.50 | 1,000 | 1.5 |  |",
@@ -243,7 +243,7 @@ def test_the_best_comes_first_with_its_cost_beside_softmax(tables):
         "| `local` | not run yet |  | 400 ms | 0.80 (0.70 to 0.90) | 400 MiB | 0.80 |  |  |  |",
     ]
     where = "P, 2 cores, 1 thread, S, PyTorch 1, Python 3"
-    assert f"- Trained on: {where}; 2 trainings side by side; commit abc1234." in lines
+    assert f"- Trained on: {where}; 2 training runs in parallel; commit abc1234." in lines
     line = "python benchmarks/results.py --times --only short --rounds 25"
     assert f"- Step times: `{line}`, on {where}; commit abc1234." in lines
 
@@ -252,7 +252,7 @@ def test_options_fit_the_length_and_stand_in_the_table_and_in_the_command(tables
     tables(replace(SHORT, methods=("softmax", "local"), given={**SHORT.given, "length": 64}))
     [table] = cells.TABLES
     _, row = table.rows()
-    assert row.cells[0].config == sq.Local(window=8)
+    assert row.cells[0].mechanism == sq.Local(window=8)
     assert " ".join(row.cells[0].command()).endswith("--method-option local.window=8 --threads 1")
     assert any(line.startswith("| `local` |") and line.endswith("| window=8 |") for line in shown(table, {}, {}))
 
@@ -262,7 +262,7 @@ def test_without_times_the_page_says_how_to_measure_them(tables):
     [table] = cells.TABLES
     assert "| `softmax` | 50.0% | 1.500 | - | - | - | - | 1,000 | 1.5 |  |" in shown(table, {})
     line = "`python benchmarks/results.py --times --only short`"
-    assert f"- Step times are not measured yet: {line}." in shown(table)
+    assert f"- Step times have not been measured yet. Command: {line}." in shown(table)
     before = timed(replace(table, given={**table.given, "dim": 16}), softmax=500.0, linear=250.0)
     lines = shown(table, {}, times=before)
     assert "| `softmax` | 50.0% | 1.500 | - | - | - | - | 1,000 | 1.5 |  |" in lines
@@ -317,19 +317,19 @@ def test_a_table_that_is_not_trained_projects_the_time_of_a_step(tables):
     tables(replace(SHORT, methods=("softmax", "linear"), given={**SMALL, "steps": 3000}, is_trained=False))
     [table] = cells.TABLES
     lines = shown(table, times=timed(table, softmax=2000.0, linear=500.0))
-    heading = "| method | step time | of `softmax`'s time | step memory | of `softmax`'s memory | 3,000 steps, projected |"
+    heading = "| method | step time | time vs. `softmax` | step memory | memory vs. `softmax` | 3,000 steps, projected |"
     assert heading in lines
     assert "| `softmax` | 2 s | 1 | 1.95 GiB | 1.00 | 100 min |" in lines
     assert "| `linear` | 500 ms | 0.25 (0.15 to 0.35) | 500 MiB | 0.25 | 25 min |" in lines
     assert "| `linear` | - | - | - | - | - |" in shown(table)
-    assert lines[0] == "0 of 0 trainings have been run."
+    assert lines[0] == "0 of 0 training runs are complete."
 
 
 def test_nothing_to_train_is_said(capsys, tmp_path):
     with pytest.raises(SystemExit) as caught:
         results.main(["--only", "pixels", "--out", str(tmp_path)])
     assert caught.value.code == 2
-    assert "measured with --times" in capsys.readouterr().err
+    assert "measure step times with --times" in capsys.readouterr().err
 
 
 def test_reasons_do_not_break_the_table(tables):
@@ -380,7 +380,7 @@ def test_steps_are_timed_in_turns_and_no_table_twice(tables, times_of, monkeypat
     assert code == 0
     assert set(found) == {"short"}
     rounds = [taken[i : i + 3] for i in range(0, len(taken), 3)]
-    assert len(rounds) == times.WARM + 2 + 1
+    assert len(rounds) == times.WARM_UP + 2 + 1
     assert rounds.pop()[0][1] == rounds[-1][0][1]  # what a step holds: one more, on the last batch
     assert all({name for name, _ in now} == {"short/softmax", "short/linear", "short/local"} for now in rounds)
     assert all(len({tuple(labels) for _, labels in now}) == 1 for now in rounds)  # the same batch
@@ -388,7 +388,7 @@ def test_steps_are_timed_in_turns_and_no_table_twice(tables, times_of, monkeypat
     assert len({tuple(name for name, _ in now) for now in rounds}) > 1  # shuffled
     taken.clear()
     code, printed, found, shown = times_of()
-    assert "short: measured before" in printed
+    assert "short: already measured" in printed
     assert {name for name, _ in taken} == {"other/fp32", "other/bf16", "other/checkpointing"}
     assert (found["short"]["rounds"], found["short"]["machine"]["threads"], found["short"]["base"]) == (2, 1, "softmax")
     for row in found["short"]["rows"].values():
@@ -405,7 +405,7 @@ def test_steps_are_timed_in_turns_and_no_table_twice(tables, times_of, monkeypat
     taken.clear()
     tables(replace(three, given={**three.given, "dim": 16}))
     times_of()
-    assert len(taken) == 3 * (times.WARM + 2 + 1)
+    assert len(taken) == 3 * (times.WARM_UP + 2 + 1)
 
 
 def test_a_row_that_fails_is_left_out_with_the_reason(tables, times_of, monkeypatch):
@@ -420,7 +420,7 @@ def test_a_row_that_fails_is_left_out_with_the_reason(tables, times_of, monkeypa
     assert code == 1
     assert found["short"]["left_out"] == {"local": "ArithmeticError: the loss is nan"}
     assert set(found["short"]["rows"]) == {"softmax"}
-    assert "Without `local`: ArithmeticError: the loss is nan." in shown
+    assert "Left out: `local`, ArithmeticError: the loss is nan." in shown
 
 
 def runner(cell, folder):
@@ -488,7 +488,7 @@ def test_the_list_says_what_is_done_and_what_is_left(tables, tmp_path):
     assert "short/softmax │ done │ 1.5 │ 1.5" in printed
     assert "short/linear │ waiting: other settings" in printed
     assert "short/local │ waiting" in printed
-    assert "1 of 4 cells are done; about 32 min left, 2 side by side." in printed  # (1.5 + 1.5 + 60) / 2
+    assert "1 of 4 cells are done; about 31 min 30 s left, 2 in parallel." in printed  # (1.5 + 1.5 + 60) / 2
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -499,9 +499,9 @@ def test_the_list_says_what_is_done_and_what_is_left(tables, tmp_path):
         (["--methods", "lin"], "got lin"),
         (["--jobs", "0"], "at least 1; got 0"),
         (["--times", "--rounds", "0"], "at least 1; got 0"),
-        (["--times", "--methods", "linear"], "leave --methods and --list out"),
+        (["--times", "--methods", "linear"], "leave out --methods and --list"),
         (["--minutes", "0"], "above 0; got 0.0"),
-        (["--results", "/nowhere/results.json"], "directory that exists"),
+        (["--results", "/nowhere/results.json"], "in an existing directory"),
     ],
 )
 def test_bad_arguments(line, said, capsys):

@@ -102,7 +102,7 @@ def test_the_page(run, study):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"), [(["--only", "gpt"], "no model is called 'gpt'; there are tiny"), (["--rows", "x"], "has no row 'x'")]
+    ("more", "said"), [(["--only", "gpt"], "no model is called 'gpt'. Models: tiny"), (["--rows", "x"], "has no row 'x'")]
 )
 def test_what_is_not_there(run, capsys, more, said):
     with pytest.raises(SystemExit) as caught:
@@ -115,7 +115,7 @@ def test_real_text_is_asked_for(monkeypatch, capsys, script):
     monkeypatch.delenv("SUBQUAD_DATA", raising=False)
     with pytest.raises(SystemExit):
         script.main([])
-    assert "--data DIR, or SUBQUAD_DATA" in capsys.readouterr().err
+    assert "pass --data DIR, or set SUBQUAD_DATA" in capsys.readouterr().err
 
 
 def test_the_error_of_random_features_falls(monkeypatch, tmp_path):
@@ -132,7 +132,7 @@ def test_the_error_of_random_features_falls(monkeypatch, tmp_path):
     assert smaller[0]["size"] == pytest.approx(whole[0]["size"] / 64, rel=1e-2)
     assert max(smaller[0]["errors"]) < min(whole[0]["errors"])
     lines = features.section(found).splitlines()
-    assert any(line.startswith("Queries and keys divided by 8, the median") for line in lines)
+    assert any(line.startswith("Queries and keys divided by 8; the median") for line in lines)
     slopes = [float(line.split("|")[-2]) for line in lines if line.startswith("| 512 |")]
     assert len(slopes) == 2
     assert all(-1 < slope < -0.2 for slope in slopes)
