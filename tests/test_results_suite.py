@@ -137,7 +137,7 @@ def test_every_cell_runs_and_what_fails_is_recorded_with_its_reason(starts):
     }  # fmt: skip
     assert killed.records["broken/linear"]["why"].startswith("cifar10 needs the folder")
     assert killed.records["long/linear"]["why"] == "the process was ended by signal 9"
-    assert "1 of 3 cells are done. The same command goes on with the rest." in killed.printed
+    assert "1 of 3 cells are done. The same command continues with the rest." in killed.printed
 
 
 def test_a_record_says_all_there_is_to_know(starts):
@@ -266,7 +266,7 @@ def test_without_times_the_page_says_how_to_measure_them(tables):
     before = timed(replace(table, given={**table.given, "dim": 16}), softmax=500.0, linear=250.0)
     lines = shown(table, {}, times=before)
     assert "| `softmax` | 50.0% | 1.500 | - | - | - | - | 1,000 | 1.5 |  |" in lines
-    assert f"- Some step times (`-`) are of other settings, and not shown: {line}." in lines
+    assert f"- Some step times (`-`) were measured with other settings and are not shown. Command: {line}." in lines
 
 
 def test_what_cannot_do_the_task_is_there_with_the_reason(tables):
