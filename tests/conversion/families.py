@@ -77,6 +77,9 @@ _FAMILIES = {
     ),
 }  # fmt: skip
 NAMES = tuple(_FAMILIES)
+SOFTMAX_ONLY = ("mistral with a window", "t5")  # a window that the model sets, or a bias of positions
+ENCODERS = ("bert", "roberta", "distilbert", "vit", "deit")
+WITHOUT_MASK = ("vit", "deit", "whisper")
 CAUSAL = ("llama", "mistral", "qwen2", "gpt2", "gpt2 with layer scales", "gpt_neox")
 SEQ2SEQ = ("bart", "whisper")
 
