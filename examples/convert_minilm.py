@@ -42,13 +42,13 @@ def main() -> None:
     batches = [read(tokenizer, texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
 
     converted = sq.convert(original, options.method, copy=True)
-    say("right after the swap", original, converted, read(tokenizer, held_out))
+    print_likeness("right after the swap", original, converted, read(tokenizer, held_out))
     schedule = Schedule(steps=options.steps, every=max(1, options.steps // 5))
     if any(next(mechanism.parameters(), None) is not None for mechanism in mechanisms(converted).values()):
         transfer(original, converted, batches, schedule)
-        say("after attention transfer", original, converted, read(tokenizer, held_out))
+        print_likeness("after attention transfer", original, converted, read(tokenizer, held_out))
     finetune(original, converted, batches, Schedule(steps=options.steps, lr=2e-3, every=schedule.every), loss="embedding")
-    say("after low-rank finetuning", original, converted, read(tokenizer, held_out))
+    print_likeness("after low-rank finetuning", original, converted, read(tokenizer, held_out))
     if options.out is not None:
         converted.save_pretrained(options.out)
         tokenizer.save_pretrained(options.out)
@@ -66,7 +66,7 @@ def embedded(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def say(when: str, original: Any, converted: Any, batch: dict[str, Tensor]) -> None:
+def print_likeness(when: str, original: Any, converted: Any, batch: dict[str, Tensor]) -> None:
     before, after = embedded(original, batch), embedded(converted, batch)
     pairs = torch.triu_indices(len(before), len(before), 1)
     ours, theirs = ((x @ x.T)[pairs[0], pairs[1]] for x in (after, before))

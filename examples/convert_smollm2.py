@@ -41,39 +41,39 @@ def main() -> None:
     ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     rows = ids[: len(ids) // options.length * options.length].view(-1, options.length)
     batches = [{"input_ids": row[None]} for row in rows]
-    judged, learnt = batches[:2], batches[2:]
+    evaluation, training = batches[:2], batches[2:]
 
     window = sq.convert(original, sq.Local(window=options.window), copy=True)
-    say("the window alone", original, window, judged)
+    print_perplexity("the window alone", original, window, evaluation)
     converted = sq.convert(original, sq.Hybrid(window=options.window), copy=True)
-    say("hybrid, right after the swap", original, converted, judged)
+    print_perplexity("hybrid, right after the swap", original, converted, evaluation)
     every = max(1, options.steps // 4)
-    transfer(original, converted, learnt, Schedule(steps=options.steps, lr=2e-2, every=every))
-    say("after attention transfer", original, converted, judged)
-    finetune(original, converted, learnt, Schedule(steps=options.steps, lr=1e-3, every=every), loss="distil")
-    say("after low-rank finetuning", original, converted, judged)
+    transfer(original, converted, training, Schedule(steps=options.steps, lr=2e-2, every=every))
+    print_perplexity("after attention transfer", original, converted, evaluation)
+    finetune(original, converted, training, Schedule(steps=options.steps, lr=1e-3, every=every), loss="distil")
+    print_perplexity("after low-rank finetuning", original, converted, evaluation)
 
     prompt = tokenizer(options.prompt, return_tensors="pt")
     for name, model in (("original", original), ("converted", converted)):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         found: Any = model.generate(
             **prompt, max_new_tokens=options.tokens, do_sample=False, return_dict_in_generate=True,
             pad_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         written = found.sequences.shape[1] - prompt["input_ids"].shape[1]
-        print(f"\n{name}, {written / seconds:.1f} tokens per second, cache of {held(found.past_key_values):,} bytes:")
+        print(f"\n{name}, {written / seconds:.1f} tokens per second, cache of {cache_bytes(found.past_key_values):,} bytes:")
         print(tokenizer.decode(found.sequences[0], skip_special_tokens=True))
 
 
-def say(when: str, original: Any, converted: Any, batches: list[dict[str, torch.Tensor]]) -> None:
+def print_perplexity(when: str, original: Any, converted: Any, batches: list[dict[str, torch.Tensor]]) -> None:
     found = sq.diagnose(original, converted, batches)
     assert found.loss_before is not None
     assert found.loss_after is not None
     print(f"{when}: perplexity {math.exp(found.loss_after):.2f} (original: {math.exp(found.loss_before):.2f})")
 
 
-def held(cache: Any) -> int:
+def cache_bytes(cache: Any) -> int:
     """The size of a cache in bytes."""
     if hasattr(cache, "nbytes"):
         return int(cache.nbytes)

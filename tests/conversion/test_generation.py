@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -133,3 +134,24 @@ def test_prompts_beyond_the_context_are_refused_unless_asked_for():
 def test_after_reverting_the_cache_is_the_models_own():
     model = sq.revert(converted("llama", "linear"))
     assert type(model(input_ids=torch.arange(3, 9)[None]).past_key_values) is DynamicCache
+
+
+def test_threads_do_not_share_a_cache():
+    """One model, generating for several callers at a time."""
+    model = converted("llama", "linear")
+    prompts = [torch.randint(3, families.WORDS, (1, length)) for length in (5, 9, 14, 20)]
+    expected = [model.generate(ids, max_new_tokens=12, do_sample=False) for ids in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = list(pool.map(lambda ids: model.generate(ids, max_new_tokens=12, do_sample=False), prompts))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_after_a_refused_call_the_cache_expects_nothing():
+    model, ids = converted("llama", "linear"), torch.arange(3, 9)[None]
+    cache = SubquadCache(model.config)
+    with pytest.raises(sq.UnsupportedError, match="lets tokens see later ones"):
+        model(input_ids=ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool), past_key_values=cache)
+    assert {layer.expects for layer in cache.layers} == {"nothing"}
+    cache.reset()
+    found = model(input_ids=ids, past_key_values=cache).logits
+    assert torch.equal(found, model(input_ids=ids).logits)

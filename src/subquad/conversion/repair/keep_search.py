@@ -1,7 +1,7 @@
 """Keep search: which k layers should stay softmax.
 
-Greedy: of all converted layers, the one whose return to softmax lowers the loss most becomes softmax again; then the next one
-beside it, k times. For L layers that evaluates k (2 L - k + 1) / 2 models. Nothing is trained in between.
+Greedy: of all converted layers, the one whose return to softmax lowers the loss most becomes softmax again, then the next one,
+k times. For L layers that evaluates k (2 L - k + 1) / 2 models. Nothing is trained in between.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def train(
     """Train, and leave the best weights in place.
 
     Args:
-        folder: for the checkpoint; a checkpoint that is there is resumed. None for no checkpoints.
+        folder: for the checkpoint, and to resume from one; None for no checkpoints.
         on_progress: called after each step.
         is_stopping: called after each step; True writes a checkpoint and stops. The stage has then not `ended`.
     """

@@ -31,7 +31,7 @@ _MAKE_CACHE = "_prepare_cache_for_generation"  # the method of a model that `gen
 
 def use_subquad_caches(model: PreTrainedModel, sites: list[Site]) -> None:
     """Give the right cache to each part of the model that takes one, and to each causal site."""
-    use_ordinary_caches(model)  # so that no hook is there twice
+    use_ordinary_caches(model)  # so that no hook is registered twice
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and "past_key_values" in _argument_names(part):
             part.register_forward_pre_hook(_provide_cache, with_kwargs=True)
@@ -115,21 +115,21 @@ def _provide_cache(part: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     return (), {**given, "past_key_values": cache}
 
 
-def _make_cache(part: PreTrainedModel, config: GenerationConfig, given: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+def _make_cache(part: PreTrainedModel, generation: GenerationConfig, given: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     conversion = record.read(part.config)
     if conversion is None or not conversion.cache_layers:
-        getattr(type(part), _MAKE_CACHE)(part, config, given, *args, **kwargs)
+        getattr(type(part), _MAKE_CACHE)(part, generation, given, *args, **kwargs)
         return
-    if config.cache_implementation not in (None, "dynamic"):
+    if generation.cache_implementation not in (None, "dynamic"):
         raise InputError(
             "a converted model generates with a SubquadCache, which is as large as the states of its mechanisms; "
-            f"got cache_implementation={config.cache_implementation!r}. Leave it out."
+            f"got cache_implementation={generation.cache_implementation!r}. Leave it out."
         )
     if given.get("past_key_values") is not None:
         _require_states(given["past_key_values"])
-    elif config.use_cache is not False:
+    elif generation.use_cache is not False:
         given["past_key_values"] = _new_cache(part)
-        if config.is_assistant:
+        if generation.is_assistant:
             given["past_key_values"].activate_past_recording()
 
 

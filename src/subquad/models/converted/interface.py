@@ -123,9 +123,9 @@ def _mechanism_of(module: nn.Module) -> MechanismModule:
     found: MechanismModule | None = getattr(module, NAME, None)
     if found is None:
         raise InputError(
-            f"{type(module).__name__} has no mechanism: this model was built from the config of a converted model, or it has "
-            "an attention that subquad.convert does not find. Load a converted model with subquad.load(folder) or "
-            "from_pretrained, or convert this one anew: subquad.convert(model, method) from its original config."
+            f"every attention of a converted model must have a mechanism; {type(module).__name__} has none. A config alone has "
+            "no mechanisms: load the model with subquad.load(folder) or from_pretrained. If subquad.convert has just made this "
+            "model, it has attention that cannot be converted."
         )
     if not torch.compiler.is_compiling() and not getattr(module, USED, True):
         setattr(module, USED, True)

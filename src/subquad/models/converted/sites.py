@@ -24,7 +24,7 @@ TESTED = (
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _CHANNELS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 # What some models do to their scores, by the attribute that shows it. No mechanism does it, not even softmax.
-_UNSUPPORTED = {"attn_logit_softcapping": "it caps its scores softly", "sinks": "it learns a sink beside its keys"}
+_UNSUPPORTED = {"attn_logit_softcapping": "it caps its scores softly", "sinks": "it learns a sink in addition to its keys"}
 
 
 @dataclass(frozen=True)
