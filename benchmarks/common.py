@@ -27,6 +27,12 @@ def command(script: str, arguments: Sequence[str]) -> str:
     return shlex.join(["python", f"benchmarks/{Path(script).name}", *arguments])
 
 
+def header(script: str, arguments: Sequence[str], heads: int, head_dim: int) -> dict[str, Any]:
+    """What the results of a benchmark begin with: command, machine and shape of the inputs."""
+    shape = {"batch": 1, "heads": heads, "head_dim": head_dim, "dtype": "float32"}
+    return {"command": command(script, arguments), "machine": machine(), "shape": shape}
+
+
 def parse_numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 

@@ -32,7 +32,7 @@ from subquad import reference
 from subquad.registry import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, describe_setup, machine, markdown, middle_80_percent, new_table, parse_numbers, write
+from benchmarks.common import describe_setup, header, markdown, middle_80_percent, new_table, parse_numbers, write
 
 HEADS, HEAD_DIM = 8, 64
 PASSES = ("forward", "training")  # training: forward and backward
@@ -79,9 +79,7 @@ def main() -> None:
     for method in methods:
         check_agreement(method)
     results: dict[str, Any] = {
-        "command": command(__file__, sys.argv[1:]),
-        "machine": machine(),
-        "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
+        **header(__file__, sys.argv[1:], HEADS, HEAD_DIM),
         "time": [],
         "growth": [],
         "memory": [],

@@ -45,7 +45,7 @@ import subquad as sq
 from subquad.runs.memory import free_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, describe_setup, machine, markdown, middle_80_percent, new_table, parse_numbers, write
+from benchmarks.common import describe_setup, header, markdown, middle_80_percent, new_table, parse_numbers, write
 from benchmarks.implementations import HEAD_DIM, HEADS, PACKAGES, PEERS, WIDTH, Peer, Side
 
 PASSES = ("forward", "training")
@@ -69,9 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     peers, left_out = available([p for p in PEERS if p.method in options.methods and p.package in options.peers])
     results: dict[str, Any] = {
-        "command": command(__file__, arguments),
-        "machine": machine(),
-        "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
+        **header(__file__, arguments, HEADS, HEAD_DIM),
         "finished": False,
         "versions": {package: metadata.version(package) for package in dict.fromkeys(p.package for p in peers)},
         "left_out": left_out,

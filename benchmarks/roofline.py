@@ -24,7 +24,7 @@ from rich.console import Console
 import subquad as sq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, describe_setup, machine, markdown, middle_80_percent, new_table, parse_numbers, write
+from benchmarks.common import describe_setup, header, markdown, middle_80_percent, new_table, parse_numbers, write
 from benchmarks.engines import HEAD_DIM, HEADS, directions, resolve_at, runner, timed
 from subquad.report.attention_map import attention_map
 
@@ -43,9 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
     results: dict[str, Any] = {
-        "command": command(__file__, given),
-        "machine": machine(),
-        "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
+        **header(__file__, given, HEADS, HEAD_DIM),
         "cells": [],
     }
     for length in parse_numbers(options.lengths):

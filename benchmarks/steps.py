@@ -27,7 +27,7 @@ import subquad as sq
 from subquad.state import State
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
-from benchmarks.common import command, describe_setup, machine, markdown, middle_80_percent, new_table, parse_numbers, write
+from benchmarks.common import describe_setup, header, markdown, middle_80_percent, new_table, parse_numbers, write
 from benchmarks.engines import HEAD_DIM, HEADS
 
 METHODS = "softmax,linear,taylor,plain,efficient,performer,local"
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
     results: dict[str, Any] = {
-        "command": command(__file__, given),
-        "machine": machine(),
-        "shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"},
+        **header(__file__, given, HEADS, HEAD_DIM),
         "cells": measure(options.methods.split(","), sorted(parse_numbers(options.positions)), options),
     }
     if options.out:

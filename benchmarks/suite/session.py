@@ -72,7 +72,7 @@ class Session:
     def run(self) -> None:
         """Run until all cells are done or time is up; raises KeyboardInterrupt after Ctrl-C or SIGTERM."""
         until = None if self.minutes is None else time.monotonic() + 60 * self.minutes
-        stopped_at: float | None = None  # when the cells were told to stop
+        stopped_at: float | None = None  # when the stop signal was sent
         with StopRequest() as stop:
             try:
                 while (self.due and stopped_at is None) or self.running:

@@ -161,7 +161,7 @@ def test_ctrl_c_under_a_launcher_makes_a_checkpoint(tmp_path):
     launcher.send_signal(signal.SIGINT)
     _, said = launcher.communicate(timeout=120)
     assert launcher.returncode not in (0, None)
-    assert "the same command with --resume goes on" in " ".join(said.split())
+    assert "the same command with --resume continues it" in " ".join(said.split())
     record = load(out / "results.json").records[0]
     assert record.status == "stopped"
     assert 0 < record.step < 200

@@ -1,4 +1,4 @@
-"""Whatever ends a run: the last checkpoint is whole, the message says what to do, and going on gives the same bits."""
+"""Whatever ends a run: the last checkpoint is intact, the message says what to do, and a resumed run gives the same bits."""
 
 import json
 import os

@@ -154,8 +154,8 @@ def test_the_peak_is_that_of_training_alone():
         "with peak.paused(): torch.ones(2**25)  # 128 MiB",
         "print(peak.bytes()); torch.ones(2**25); print(peak.bytes())",
     )
-    told = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
-    paused, counted = map(int, told.stdout.split())
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    paused, counted = map(int, done.stdout.split())
     assert paused < 2**26 < counted
 
 
@@ -179,12 +179,12 @@ def test_epochs_are_passes_over_the_rows(run):
 
 
 def test_a_run_is_watched(run):
-    told = []
-    run("linear", "softmax", on_progress=lambda p: told.append((p.record.method, p.record.status, p.fraction)))
-    shares = [share for *_, share in told]
+    seen = []
+    run("linear", "softmax", on_progress=lambda p: seen.append((p.record.method, p.record.status, p.fraction)))
+    shares = [share for *_, share in seen]
     assert shares == sorted(shares)
-    assert told[-1] == ("softmax", "done", 1.0)
-    assert ("linear", "running") in {entry[:2] for entry in told}
+    assert seen[-1] == ("softmax", "done", 1.0)
+    assert ("linear", "running") in {entry[:2] for entry in seen}
 
 
 def test_the_file_is_whole_after_every_change(run, tmp_path):

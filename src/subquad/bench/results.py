@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from subquad.runs.results_file import ResultsError, read_results, write_results
+from subquad.runs.results_file import read_results, valid_results, write_results
 
 SCHEMA, VERSION = "subquad.compare", 1
 BASELINE = "sdpa"
@@ -104,10 +104,8 @@ def _plain(results: Results) -> dict[str, Any]:
 def load(path: Path) -> Results:
     """Read a results file."""
     fields = read_results(path, SCHEMA, VERSION)
-    try:
+    with valid_results(path):
         fields["setting"] = Setting(**fields["setting"])
         fields["timings"] = [Timing(**{**t, "rounds": [(s, b) for s, b in t["rounds"]]}) for t in fields["timings"]]
         fields["facts"] = [Facts(**f) for f in fields["facts"]]
         return Results(**fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ResultsError(f"{path} is not a valid results file of this version ({error}). Start over with --fresh.") from error

@@ -12,7 +12,7 @@ from typing import Any
 from subquad.conversion.diagnosis import Diagnosis, Head
 from subquad.conversion.repair.keep_search import Kept, Trial
 from subquad.conversion.repair.loop import StageProgress
-from subquad.runs.results_file import ResultsError, read_results, write_results
+from subquad.runs.results_file import read_results, valid_results, write_results
 
 SCHEMA, VERSION = "subquad.convert", 1
 FILE = "results.json"
@@ -76,15 +76,13 @@ def save(results: Results, path: Path) -> None:
 def load(path: Path) -> Results:
     """The results that `save` wrote."""
     saved = read_results(path, SCHEMA, VERSION)
-    try:
+    with valid_results(path):
         known = {f.name: saved[f.name] for f in fields(Results)}
         known["diagnoses"] = {step: _diagnosis(found) for step, found in known["diagnoses"].items()}
         known["stages"] = {name: _progress(found) for name, found in known["stages"].items()}
         known["tried"] = [_trial(entry) for entry in known["tried"]]
         known["kept"] = None if known["kept"] is None else _kept(known["kept"])
         return Results(**known)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ResultsError(f"{path} is incomplete or damaged ({error}). Start over with --fresh.") from error
 
 
 def as_json(results: Results) -> str:

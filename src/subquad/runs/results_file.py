@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,15 @@ def read_results(path: Path, schema: str, version: int) -> dict[str, Any]:
             f"It was written by another {writer}: choose another folder{also}."
         )
     return {name: value for name, value in saved.items() if name not in ("schema", "version")}
+
+
+@contextlib.contextmanager
+def valid_results(path: Path) -> Iterator[None]:
+    """Refuse the file if the block, which makes objects of its content, finds something missing or wrong."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise ResultsError(f"{path} is not a valid results file of this version ({error}). Start over with --fresh.") from error
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:

@@ -194,7 +194,7 @@ def check_plan(plan: Plan, task: Task, processes: int) -> None:
 
 
 def count_steps(settings: Settings, rows: int) -> int:
-    """The steps of a run on so many training rows."""
+    """The number of steps of a run on `rows` training rows."""
     if settings.steps is not None:
         return settings.steps
     assert settings.epochs is not None

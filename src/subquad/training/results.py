@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from subquad.runs.results_file import ResultsError, read_results, write_results
+from subquad.runs.results_file import read_results, valid_results, write_results
 
 SCHEMA, VERSION = "subquad.train", 1
 FILE = "results.json"
@@ -125,13 +125,11 @@ def save(results: Results, path: Path) -> None:
 def load(path: Path) -> Results:
     """Read a results file."""
     saved = read_results(path, SCHEMA, VERSION)
-    try:
+    with valid_results(path):
         known = {f.name: saved[f.name] for f in fields(Results)}
         results = Results(**{**known, "records": [record_from(r) for r in known["records"]]})
         _require_sense(results)
         return results
-    except (KeyError, TypeError, ValueError) as error:
-        raise ResultsError(f"{path} is not a valid results file of this version ({error}). Start over with --fresh.") from error
 
 
 def _require_sense(results: Results) -> None:

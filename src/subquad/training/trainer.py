@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 from subquad.errors import InputError, SubquadError
 from subquad.families.base import Mechanism
@@ -32,16 +32,14 @@ from subquad.runs.memory import PeakMemory
 from subquad.runs.precision import mixed_precision
 from subquad.tasks.base import Row, Splits, Task
 from subquad.tasks.rows import evenly_spaced, row_count
-from subquad.training.data import ORDER, Batches, loader, mixed
+from subquad.training.data import ORDER, Batches, loader
 from subquad.training.plan import Intervals, Plan
 from subquad.training.results import Record, record_from
+from subquad.training.steps import StepCallback, StepHistory
 
 STATE = "run.json"  # in a checkpoint, beside what `Trainer` writes
 _MAX_NORM = 1.0  # to which gradients are clipped
-_MAX_POINTS = 200  # of the loss curve
-_TIMED_STEPS = 1000  # the last ones, of which the median is taken
 _DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
-_DIVERGED_STEPS, _DIVERGED_RATIO = 20, 3.0  # a run has diverged if its loss was above 3 times the first one for 20 steps
 
 
 class DivergedError(SubquadError):
@@ -59,16 +57,6 @@ class Job:
     folder: Path
     on_record: Callable[[Record], None]
     is_stopping: Callable[[], bool]
-
-
-@dataclass
-class StepHistory:
-    """Losses and times of past steps; checkpoints hold it beside the record."""
-
-    first: float | None = None  # loss of the untrained model
-    recent: list[float] = field(default_factory=list)
-    since: list[float] = field(default_factory=list)  # losses since the last point of the curve
-    times: list[float] = field(default_factory=list)  # seconds
 
 
 def recompute(model: PreTrainedModel, **options: Any) -> None:
@@ -118,7 +106,7 @@ class MethodTrainer(Trainer):
         if job.plan.checkpointing:
             recompute(model)
         arguments = training_arguments(job.plan, job.folder, batches.steps, record.processes)
-        super().__init__(model, arguments, callbacks=[_StepCallback(self)])
+        super().__init__(model, arguments, callbacks=[StepCallback(self)])
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False  # `compute_loss` weights by the number of labels itself
         self.is_causal_lm = isinstance(model, SubquadForCausalLM)
@@ -254,62 +242,7 @@ class MethodTrainer(Trainer):
         """Nothing: the checkpoint is intact, so weights that it lacks are tied to others that it has."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Nothing: `_StepCallback` seeds every step, so only the first process has anything to write."""
-
-
-class _StepCallback(TrainerCallback):
-    """Seeds each step, checks its loss and gradient, times it, and decides what follows it."""
-
-    def __init__(self, trainer: MethodTrainer) -> None:
-        self.trainer = trainer
-        self.started = 0.0
-        self.is_stopped = False
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        torch.manual_seed(mixed(args.seed, state.global_step, args.process_index))
-        self.started = time.perf_counter()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer = self.trainer
-        stopping = torch.tensor(float(trainer.job.is_stopping()))
-        seen = torch.stack([x.detach().float().to(args.device) for x in (trainer.step_loss, trainer.step_norm, stopping)])
-        if trainer.record.processes > 1:
-            seen = trainer.accelerator.reduce(seen, "mean")
-        loss, norm, stopping_mean = seen.tolist()
-        self.is_stopped = stopping_mean > 0
-        self._check(loss, norm, state.global_step + 1)
-
-    def _check(self, loss: float, norm: float, step: int) -> None:
-        history = self.trainer.history
-        history.first = loss if history.first is None else history.first
-        history.recent = [*history.recent, loss][-_DIVERGED_STEPS:]
-        what = ""
-        if not math.isfinite(loss):
-            what = f"the loss is {loss}"
-        elif not math.isfinite(norm):
-            what = f"the loss is {loss:.4g}, but its gradient is not finite"
-        elif len(history.recent) == _DIVERGED_STEPS and min(history.recent) > _DIVERGED_RATIO * abs(history.first):
-            what = (
-                f"the loss has been above {_DIVERGED_RATIO:g} times its first value, {history.first:.4g}, for "
-                f"{_DIVERGED_STEPS} steps"
-            )
-        if what:
-            raise self.trainer.diverged(what, step)
-        history.since.append(loss)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        trainer, step, steps = self.trainer, state.global_step, state.max_steps
-        trainer.history.times = [*trainer.history.times, time.perf_counter() - self.started][-_TIMED_STEPS:]
-        is_last = step >= steps or self.is_stopped
-        if step % max(1, steps // _MAX_POINTS) == 0 or step >= steps:
-            since = trainer.history.since
-            trainer.record.losses.append((step, sum(since) / len(since)))
-            trainer.history.since = []
-            trainer.report()
-        control.should_evaluate = step % trainer.intervals.evaluation == 0 or step >= steps
-        control.should_save = step % trainer.intervals.checkpoint == 0 or is_last
-        control.should_training_stop = is_last
-        return control
+        """Nothing: `StepCallback` seeds every step, so only the first process has anything to write."""
 
 
 def order_of(checkpoint: Path) -> int:
