@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--methods must be among {', '.join(sq.methods())}; got {word}")
     for name in ("jobs", "rounds"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name} must be a whole number of at least 1; got {getattr(options, name)}")
+            parser.error(f"--{name} must be an integer of at least 1; got {getattr(options, name)}")
     if options.times and (options.methods or options.list):
         parser.error("--times measures all rows of a table in turns; leave out --methods and --list")
     if options.minutes is not None and not options.minutes > 0:

@@ -142,13 +142,13 @@ BAD_OPTIONS = {
     "unknown": (lambda: sq.Performer(featurs=3), "no option 'featurs'; did you mean 'features'"),
     "unknown, none near": (lambda: sq.Linear(zzz=1), "no option 'zzz'. Options: none"),
     "by position": (lambda: sq.Performer(256), r"takes its options by name; got \(256,\)"),
-    "m = 0": (lambda: sq.Performer(features=0), "features must be a whole number of at least 1; got 0"),
-    "a huge window": (lambda: sq.Local(window=10**30), "window must be a whole number below 2"),
-    "m a float": (lambda: sq.Performer(features=2.5), "features must be a whole number"),
-    "m a flag": (lambda: sq.RFA(features=True), "features must be a whole number"),
+    "m = 0": (lambda: sq.Performer(features=0), "features must be an integer of at least 1; got 0"),
+    "a huge window": (lambda: sq.Local(window=10**30), "window must be an integer below 2"),
+    "m a float": (lambda: sq.Performer(features=2.5), "features must be an integer"),
+    "m a flag": (lambda: sq.RFA(features=True), "features must be an integer"),
     "kind": (lambda: sq.Performer(kind="cosine"), "kind must be one of 'positive', .*got 'cosine'"),
-    "seed": (lambda: sq.Performer(seed=-1), "seed must be a whole number from 0"),
-    "p without favor++": (lambda: sq.Performer(p=1.0), r"belongs to kind='favor\+\+'"),
+    "seed": (lambda: sq.Performer(seed=-1), "seed must be an integer from 0"),
+    "p without favor++": (lambda: sq.Performer(p=1.0), r"is only for kind='favor\+\+'"),
     "p = 0": (lambda: sq.Performer(kind="favor++", p=0.0), "p must be a finite number above 0"),
     "regularized, independent": (lambda: sq.Performer(orthogonal=False, regularized=True), "orthogonal is False"),
     "flag": (lambda: sq.Performer(orthogonal="yes"), "orthogonal must be True or False"),
@@ -167,7 +167,7 @@ def test_bad_option(make, message):
 
 BAD_MODULES = {
     "heads that do not divide dim": (lambda: sq.Attention(10, 4), "multiple of heads unless head_dim is given; got dim=10"),
-    "zero heads": (lambda: sq.Attention(8, 0), "heads must be a whole number of at least 1; got 0"),
+    "zero heads": (lambda: sq.Attention(8, 0), "heads must be an integer of at least 1; got 0"),
     "kv_heads": (lambda: sq.Attention(12, 4, kv_heads=3), "must divide the number of query heads; got 3 and 4"),
     "dropout": (lambda: sq.Attention(8, 2, dropout=1.5), "from 0 to below 1; got 1.5"),
     "odd rotary": (lambda: sq.Attention(6, 2, rotary=1e4), "head_dim must be even; got 3"),
@@ -200,11 +200,11 @@ BAD_MODULES = {
     ),
     "tokens nobody reads": (
         lambda: sq.Linear().build(heads=H, head_dim=D)(*qkv(), hidden=torch.ones(B, N, 3)),
-        "does not read the tokens; got a tensor. Leave hidden out",
+        "does not use the hidden states, so hidden must be None; got a tensor. Leave it out",
     ),
     "tokens missing": (
         lambda: sq.RFA(gated=True).build(heads=H, head_dim=D, dim=3)(*qkv(), is_causal=True),
-        r"reads the tokens, so it needs hidden; got None. Pass hidden, \(batch, keys, 3\)",
+        r"needs the hidden states .*; got hidden=None. Pass hidden, \(batch, keys, 3\)",
     ),
     "tokens of another length": (
         lambda: sq.RFA(gated=True).build(heads=H, head_dim=D, dim=3)(*qkv(), is_causal=True, hidden=torch.ones(B, 4, 3)),

@@ -137,10 +137,10 @@ def test_show_takes_options(run):
     ("args", "rule"),
     [
         (["perfomer"], "did you mean 'performer'"),
-        (["performer", "--length", "0"], "length must be a whole number of at least 1; got 0"),
+        (["performer", "--length", "0"], "length must be an integer of at least 1; got 0"),
         (["performer", "--length", "5000"], "at most 4096 tokens; got 5000"),
         (["performer", "--option", "feature=8"], "has no option 'feature'; did you mean 'features'"),
-        (["performer", "--option", "features=many"], "Performer.features must be a whole number of at least 1; got 'many'"),
+        (["performer", "--option", "features=many"], "Performer.features must be an integer of at least 1; got 'many'"),
         (["performer", "--option", "features"], "an option must be name=value, each name once; got 'features'"),
         (["performer", "--option", "seed=1", "--option", "seed=2"], "each name once; got 'seed=2'"),
         (["linear", "--length", "3", "--out", "picture.gif"], "must end in .png or .svg; got 'picture.gif'"),

@@ -27,7 +27,7 @@ def test_methods():
 
 
 def test_unknown_need():
-    with pytest.raises(sq.InputError, match="no need called 'causal'; did you mean 'is_causal'"):
+    with pytest.raises(sq.InputError, match="no requirement is called 'causal'; did you mean 'is_causal'"):
         sq.methods(causal=True)
     with pytest.raises(sq.InputError, match=r"True \(needed\) or False \(not needed\); got 1"):
         sq.why_not("linear", is_causal=1)
@@ -125,7 +125,7 @@ REFUSED = {
     ),
     "an unknown need": (
         lambda: mechanism(info=dataclasses.replace(INFO, refuses={"causal": "no"})),
-        "mine refuses needs that do not exist: causal. Needs: is_causal, ",
+        "mine.info.refuses has unknown requirements: causal. Requirements: is_causal, ",
     ),
     "no default": (lambda: mechanism(__annotations__={"size": int}), r"Mine must have a default for every option.*'size'"),
     "no run": (lambda: mechanism(run=sq.Mechanism.run), "Mine must have .* a run method: .*abstract"),

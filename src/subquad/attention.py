@@ -93,7 +93,7 @@ class MechanismModule(nn.Module):
     Args:
         method: a name or a mechanism.
         heads, head_dim, kv_heads, value_dim: H, D, K (default H) and Dv (default D).
-        dim: the width of the tokens, for mechanisms that read them.
+        dim: the width of the hidden states, for mechanisms that use them.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class MechanismModule(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, hidden: Tensor | None = None, **options: Any) -> Any:
         """As `attention`, with its other arguments as `options`, except `method` and `enable_gqa`.
 
-        `hidden` (B, M, dim) are the tokens, for mechanisms that read them.
+        `hidden` (B, M, dim): the hidden states that the keys were projected from, for mechanisms that use them.
         """
         checks.options(options)
         checks.tensors(query, key, value, enable_gqa=True)

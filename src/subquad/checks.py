@@ -223,13 +223,16 @@ def tokens(name: str, x: Tensor, width: int, weight: Tensor | None = None) -> No
 
 
 def hidden(hidden: Tensor | None, key: Tensor, dim: int | None, method: str) -> None:
-    """`dim` is None for a mechanism that does not read the tokens."""
+    """`dim` is None for a mechanism that does not use the hidden states."""
     if dim is None and hidden is not None:
-        raise InputError(f"hidden must be None, because {method} does not read the tokens; got a tensor. Leave hidden out.")
+        raise InputError(f"{method} does not use the hidden states, so hidden must be None; got a tensor. Leave it out.")
     if dim is None:
         return
     if hidden is None:
-        raise InputError(f"{method} reads the tokens, so it needs hidden; got None. Pass hidden, (batch, keys, {dim}).")
+        raise InputError(
+            f"{method} needs the hidden states that the keys were projected from; got hidden=None. "
+            f"Pass hidden, (batch, keys, {dim})."
+        )
     tokens("hidden", hidden, dim)
     if hidden.shape[:2] != (key.shape[0], key.shape[2]) or hidden.device != key.device:
         raise InputError(
@@ -250,10 +253,10 @@ def rotary(base: float | None, head_dim: int) -> None:
 def seed(value: int) -> None:
     """A seed for random numbers; the bound leaves room to combine it with a step."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise InputError(f"seed must be a whole number from 0 to 2^31 - 1; got {value!r}.")
+        raise InputError(f"seed must be an integer from 0 to 2^31 - 1; got {value!r}.")
 
 
 def sizes(**named: int) -> None:
     for name, size in named.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InputError(f"{name} must be a whole number of at least 1; got {size!r}.")
+            raise InputError(f"{name} must be an integer of at least 1; got {size!r}.")

@@ -1,7 +1,7 @@
 """The mechanisms by name: what each supports, and why it refuses the rest.
 
 Other packages add mechanisms with `register`, or declare their classes as entry points of the group `subquad.mechanisms`. Entry
-points are loaded when somebody lists the mechanisms or uses a name that is not known yet.
+points are loaded when the mechanisms are listed, or when an unknown name is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def register(mechanism: MechanismClass) -> MechanismClass:
     if not _NAME.fullmatch(name):
         raise OptionError(f"the name of a mechanism must be made of lower-case letters, digits and underscores; got {name!r}.")
     if unknown := [need for need in mechanism.info.refuses if need not in NEEDS]:
-        raise OptionError(f"{name} refuses needs that do not exist: {', '.join(unknown)}. Needs: {', '.join(NEEDS)}.")
+        raise OptionError(
+            f"{name}.info.refuses has unknown requirements: {', '.join(unknown)}. Requirements: {', '.join(NEEDS)}."
+        )
     if name in _DEFAULTS and type(_DEFAULTS[name]) is not mechanism:
         known = type(_DEFAULTS[name])
         raise OptionError(
@@ -118,7 +120,7 @@ def require(mechanism: Mechanism, needs: Iterable[str]) -> None:
     lines = "".join(f"\n  - {NEEDS[need]}: {reason}." for need, reason in reasons.items())
     able = [name for name, default in _DEFAULTS.items() if not default.reasons(needs)]
     able = [f"{name} with its default options" if name == mechanism.info.name else name for name in able]
-    instead = f"These can: {', '.join(able)}." if able else "No mechanism supports all of that together."
+    instead = f"Supported by: {', '.join(able)}." if able else "No mechanism supports all of that together."
     raise UnsupportedError(f"{mechanism.info.name} does not support this:{lines}\n{instead}")
 
 
@@ -165,7 +167,7 @@ def load_module(name: str) -> None:
 def _required(needs: dict[str, bool]) -> tuple[str, ...]:
     for name, value in needs.items():
         if name not in NEEDS:
-            raise InputError(f"there is no need called {name!r}{closest(name, NEEDS)} Needs: {', '.join(NEEDS)}.")
+            raise InputError(f"no requirement is called {name!r}{closest(name, NEEDS)} Requirements: {', '.join(NEEDS)}.")
         if not isinstance(value, bool):
             raise InputError(f"{name} must be True (needed) or False (not needed); got {value!r}.")
     return tuple(name for name, value in needs.items() if value)

@@ -1,6 +1,6 @@
 """Decode states: what a mechanism remembers of the tokens it has seen.
 
-A state is a value. A call takes one and returns another, and the one it took stays as it was. So to roll back is to continue
+A state is a value. A call takes one and returns another, and the one it took stays as it was. To roll back, continue
 from an earlier state, and a refused call changes nothing.
 """
 

@@ -137,9 +137,9 @@ def test_results_that_do_not_fit(results):
 
 
 def test_bad_input(results):
-    with pytest.raises(sq.InputError, match="length must be a whole number"):
+    with pytest.raises(sq.InputError, match="length must be an integer"):
         advise(0, results=results)
-    with pytest.raises(sq.InputError, match="exact_window must be a whole number"):
+    with pytest.raises(sq.InputError, match="exact_window must be an integer"):
         advise(64, exact_window=-1, results=results)
 
 

@@ -89,9 +89,9 @@ def test_a_gain_that_is_lost_again_does_not_count():
 
 def test_headline():
     assert analysis.headline(made(lambda n: n / 700)) == (
-        "From 700 tokens on, linear attention is faster than SDPA on this machine; at 4,096 tokens it is 5.9x faster."
+        "From 700 tokens on, linear is faster than SDPA on this machine; at 4,096 tokens it is 5.9x faster."
     )
-    assert analysis.headline(made(lambda n: 2)).startswith("At every measured length, linear attention is faster")
+    assert analysis.headline(made(lambda n: 2)).startswith("At every measured length, linear is faster")
     assert analysis.headline(made(lambda n: 0.5)).startswith("At these lengths no method is faster")
     assert analysis.headline(Results(Setting(), {}, methods=["linear"])) == "Nothing has been measured yet."
     refused = Results(Setting(), {}, refusals={"nystrom": "it is not causal"})

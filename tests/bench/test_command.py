@@ -81,7 +81,7 @@ def test_advise_from_the_last_comparison_here(compared):
         (["--methods", "linaer"], "no method is called 'linaer'"),
         (["--lengths", "64:32"], "--lengths first:last must have 1 <= first <= last"),
         (["--lengths", "a,b"], "--lengths must be first:last, doubling each time"),
-        (["--lengths", "0,64"], "a length must be a whole number of tokens from 1"),
+        (["--lengths", "0,64"], "a length must be an integer of tokens from 1"),
         (["--budget", "0"], "the budget must be above 0 minutes; got 0"),
         (["--dtype", "int8"], "dtype must be float32"),
         (["--device", "cuda:77"], "device 'cuda:77' cannot be used here"),

@@ -97,7 +97,7 @@ def test_methods_without_the_direction_are_named(tmp_path):
     ("plan", "said"),
     [
         (Plan(("linaer",), (64,)), "no method is called 'linaer'"),
-        (Plan(("linear",), (0,)), "a length must be a whole number of tokens from 1"),
+        (Plan(("linear",), (0,)), "a length must be an integer of tokens from 1"),
         (Plan(("linear",), ()), "at least one method, one length"),
         (Plan(("linear",), (64,), budget=0.0), "the budget must be above 0 minutes; got 0"),
     ],

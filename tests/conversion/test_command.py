@@ -411,11 +411,11 @@ def places(llama, text, tmp_path):
         ("LLAMA --method linear --text HERE", "calibration text must be a file, plain, .xz or .gz; got the folder HERE"),
         ("HERE/holed --method linear", "the weights in HERE/holed do not fit LlamaForCausalLM"),
         ("LLAMA --method linear --text TEXT --repair lora --dtype float16", "float32, bfloat16 or float64; got float16"),
-        ("LLAMA --method linear --seed 99999999999999999999", "seed must be a whole number from 0 to 2^31 - 1; got 9999"),
+        ("LLAMA --method linear --seed 99999999999999999999", "seed must be an integer from 0 to 2^31 - 1; got 9999"),
         ("LLAMA --method linear --text TEXT --repair lora --repair-option lr=0", "lr must be a finite number above 0; got 0.0"),
         (
             "LLAMA --method linear --text TEXT --repair align --repair-option align.steps=0",
-            "align: steps must be a whole number of at least 1",
+            "align: steps must be an integer of at least 1",
         ),
         (
             "LLAMA --method hybrid --text TEXT --repair transfer --repair-option transfer.lr=nan",
@@ -436,19 +436,19 @@ def places(llama, text, tmp_path):
         ),
         (
             "LLAMA --method linear --text TEXT --repair lora --repair-option lora.steps=0",
-            "lora: steps must be a whole number of at",
+            "lora: steps must be an integer of at",
         ),
         (
             "LLAMA --method linear --text TEXT --repair lora --repair-option minutes=0",
             "minutes must be a number above 0; got 0.0",
         ),
-        ("LLAMA --method linear --text TEXT --repair lora --repair-option rank=0", "lora: rank must be a whole number of at"),
+        ("LLAMA --method linear --text TEXT --repair lora --repair-option rank=0", "lora: rank must be an integer of at"),
         (
             "LLAMA --method linear --text TEXT --repair lora --repair-option targets=heads",
             "lora: the targets of low-rank changes must be one of attention, all; got 'heads'",
         ),
         ("LLAMA --method linear --text TEXT --keep 3", "between 1 and 2 of the 3 converted layers"),
-        ("LLAMA --method linear --text TEXT --batch 0", "batch must be a whole number of at least 1"),
+        ("LLAMA --method linear --text TEXT --batch 0", "batch must be an integer of at least 1"),
         (
             "LLAMA --method linear --tokens 500 --batch 2",
             "--batch, --tokens: these are options of calibration text; got no text",
@@ -487,11 +487,11 @@ def places(llama, text, tmp_path):
         ),
         (
             "LLAMA --method linear --text TEXT --repair lora --repair-option lora.steps=many",
-            "--repair-option lora.steps must be a whole number; got 'many'",
+            "--repair-option lora.steps must be an integer; got 'many'",
         ),
         (
             "LLAMA --method linear --text TEXT --repair lora --repair-option steps=1.5",
-            "--repair-option steps must be a whole number; got '1.5'",
+            "--repair-option steps must be an integer; got '1.5'",
         ),
         (
             "LLAMA --method linear --text TEXT --repair lora --repair-option lr=fast",

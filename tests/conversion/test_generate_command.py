@@ -156,7 +156,7 @@ def test_ctrl_c_ends_the_text(converted, monkeypatch):
 def test_refusals(bert, llama, tmp_path):
     assert "there is no folder" in str(invoke(tmp_path / "none", "a").exception)
     assert "BertModel has no head that generates text" in str(invoke(bert, "a").exception)
-    assert "seed must be a whole number from 0" in str(invoke(llama, "a", "--seed", "-1").exception)
+    assert "seed must be an integer from 0" in str(invoke(llama, "a", "--seed", "-1").exception)
     assert "above 0 and at most 1" in str(invoke(llama, "a", "--top-p", "1.5").exception)
     assert "temperature must be above 0" in str(invoke(llama, "a", "--temperature", "0").exception)
     assert invoke(llama, "a", "--max-new-tokens", "0").exit_code == 2

@@ -244,7 +244,7 @@ def test_refusals(batches):
         finetune(original, converted, batches, SHORT, targets="heads")
     with pytest.raises(sq.OptionError, match="rank of a change must be at most"):
         finetune(original, converted, batches, SHORT, rank=1000)
-    with pytest.raises(sq.InputError, match="rank must be a whole number of at least 1; got 0"):
+    with pytest.raises(sq.InputError, match="rank must be an integer of at least 1; got 0"):
         align(original, converted, batches, SHORT, rank=0)
     same = sq.convert(original, "softmax", copy=True)
     with pytest.raises(sq.UnsupportedError, match="not softmax, and all attention of this model is softmax"):
@@ -261,15 +261,15 @@ def test_refusals(batches):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"steps": 0}, "steps must be a whole number of at least 1; got 0"),
-        ({"steps": "9"}, "steps must be a whole number of at least 1; got '9'"),
-        ({"every": 0}, "every must be a whole number of at least 1; got 0"),
-        ({"patience": 0.5}, "patience must be a whole number of at least 1; got 0.5"),
+        ({"steps": 0}, "steps must be an integer of at least 1; got 0"),
+        ({"steps": "9"}, "steps must be an integer of at least 1; got '9'"),
+        ({"every": 0}, "every must be an integer of at least 1; got 0"),
+        ({"patience": 0.5}, "patience must be an integer of at least 1; got 0.5"),
         ({"lr": "0.1"}, "lr must be a finite number above 0; got '0.1'"),
         ({"lr": float("nan")}, "lr must be a finite number above 0; got nan"),
         ({"minutes": -1}, "minutes must be a number above 0; got -1"),
         ({"held_out": 1}, "held_out must be a fraction from 0 to below 1; got 1"),
-        ({"seed": 1.5}, "seed must be a whole number from 0"),
+        ({"seed": 1.5}, "seed must be an integer from 0"),
         ({"precision": "fp8"}, "precision must be fp32 or bf16; got 'fp8'"),
     ],
 )

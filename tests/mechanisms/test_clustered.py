@@ -128,10 +128,10 @@ def test_a_nan_is_not_hidden():
 @pytest.mark.parametrize("name", ["clusters", "bits", "iterations"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True])
 def test_options(name, value):
-    with pytest.raises(sq.OptionError, match=f"Clustered.{name} must be a whole number of at least 1"):
+    with pytest.raises(sq.OptionError, match=f"Clustered.{name} must be an integer of at least 1"):
         sq.Clustered(**{name: value})
 
 
 def test_topk_may_be_zero_and_not_less():
-    with pytest.raises(sq.OptionError, match="topk must be a whole number of at least 0"):
+    with pytest.raises(sq.OptionError, match="topk must be an integer of at least 0"):
         sq.Clustered(topk=-1)

@@ -153,7 +153,7 @@ def test_a_short_sequence_is_one_chunk_and_gives_the_same(length, is_causal, mon
 def test_options():
     with pytest.raises(sq.OptionError, match="map must be one of 'hedgehog', 't2r', 'linear'; got 'elu'"):
         sq.Hybrid(map="elu")
-    with pytest.raises(sq.OptionError, match="features belongs to map='t2r', and map is 'hedgehog'"):
+    with pytest.raises(sq.OptionError, match="features is only for map='t2r', but map is 'hedgehog'"):
         sq.Hybrid(features=8)
-    with pytest.raises(sq.OptionError, match="window must be a whole number of at least 0; got -1"):
+    with pytest.raises(sq.OptionError, match="window must be an integer of at least 0; got -1"):
         sq.Hybrid(window=-1)

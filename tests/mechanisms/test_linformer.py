@@ -85,5 +85,5 @@ def test_a_token_uses_one_column_wherever_pads_stand():
 def test_bad_options():
     with pytest.raises(sq.OptionError, match=r"Linformer\.share must be one of 'none', 'head', 'kv', 'layer'; got 'heads'"):
         sq.Linformer(share="heads")
-    with pytest.raises(sq.OptionError, match=r"Linformer\.rank must be a whole number of at least 1; got 0"):
+    with pytest.raises(sq.OptionError, match=r"Linformer\.rank must be an integer of at least 1; got 0"):
         sq.Linformer(rank=0)

@@ -132,7 +132,7 @@ def test_one_dilation_for_each_head(dilation):
 
 @pytest.mark.parametrize("dilation", [(), (1, 0), (1, 2.0), (True, 1), 0, 1.5])
 def test_dilation_is_a_count(dilation):
-    with pytest.raises(sq.OptionError, match=r"Longformer.dilation must be a whole number of at least 1"):
+    with pytest.raises(sq.OptionError, match=r"Longformer.dilation must be an integer of at least 1"):
         sq.Longformer(dilation=dilation)
 
 

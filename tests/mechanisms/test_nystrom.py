@@ -85,5 +85,5 @@ def test_with_a_convolution_it_is_a_module():
 def test_bad_options():
     with pytest.raises(sq.OptionError, match=r"Nystrom\.conv must be odd, so that a kernel has a middle; got 4"):
         sq.Nystrom(conv=4)
-    with pytest.raises(sq.OptionError, match=r"Nystrom\.landmarks must be a whole number of at least 1; got 0"):
+    with pytest.raises(sq.OptionError, match=r"Nystrom\.landmarks must be an integer of at least 1; got 0"):
         sq.Nystrom(landmarks=0)

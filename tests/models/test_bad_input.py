@@ -23,8 +23,8 @@ from tests.models.small import causal_lm, config, tokens, translator
     ("fields", "said"),
     [
         ({"hidden_sice": 32}, "no field 'hidden_sice'; did you mean 'hidden_size'"),
-        ({"hidden_size": 0}, "hidden_size must be a whole number of at least 1; got 0"),
-        ({"num_hidden_layers": 2.0}, "num_hidden_layers must be a whole number of at least 1; got 2.0"),
+        ({"hidden_size": 0}, "hidden_size must be an integer of at least 1; got 0"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers must be an integer of at least 1; got 2.0"),
         ({"hidden_size": 25}, "hidden_size must be a multiple of num_attention_heads unless head_dim is given; got 25 and 3"),
         ({"num_key_value_heads": 2}, "num_key_value_heads must divide num_attention_heads; got 2 and 3"),
         ({"dropout": 1.0}, "dropout must be a probability from 0 to below 1; got 1.0"),
@@ -257,7 +257,7 @@ def test_labels_of_int32_are_taken():
 def test_logits_to_keep():
     model, ids = causal_lm("linear"), tokens()[0]
     assert model(ids, logits_to_keep=2).logits.shape == (3, 2, 53)
-    with pytest.raises(sq.InputError, match="logits_to_keep must be a whole number, 0 for all; got -1"):
+    with pytest.raises(sq.InputError, match="logits_to_keep must be an integer, 0 for all; got -1"):
         model(ids, logits_to_keep=-1)
     with pytest.raises(sq.InputError, match="got labels and logits_to_keep"):
         model(ids, labels=ids, logits_to_keep=1)

@@ -49,7 +49,7 @@ def test_only_what_was_recorded_can_be_removed():
     with pytest.raises(sq.StateError, match="got 1 to remove"):
         cache.crop(-1)
     for wrong in (3, None, 1.5):
-        with pytest.raises(sq.StateError, match="minus the number of tokens to remove, a whole number such as -3"):
+        with pytest.raises(sq.StateError, match="minus the number of tokens to remove, an integer such as -3"):
             cache.crop(wrong)
     assert cache.get_seq_length() == 26
 
@@ -144,7 +144,7 @@ def test_rows_of_the_wrong_kind():
     with pytest.raises(sq.InputError, match="indices must be a tensor of row numbers or a bool tensor"):
         cache.batch_select_indices([1])
     for wrong in (-1, 0, 1.5):
-        with pytest.raises(sq.InputError, match="repeats must be a whole number of at least 1"):
+        with pytest.raises(sq.InputError, match="repeats must be an integer of at least 1"):
             cache.batch_repeat_interleave(wrong)
 
 

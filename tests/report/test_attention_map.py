@@ -137,11 +137,11 @@ def test_same_seed_same_picture_and_the_callers_generator_is_left_alone():
 @pytest.mark.parametrize(
     ("bad", "rule"),
     [
-        ({"length": 0}, "length must be a whole number of at least 1; got 0"),
+        ({"length": 0}, "length must be an integer of at least 1; got 0"),
         ({"length": 4097}, "at most 4096 tokens; got 4097"),
         ({"heads": 0}, "heads must be"),
         ({"head_dim": -1}, "head_dim must be"),
-        ({"seed": -1}, "seed must be a whole number"),
+        ({"seed": -1}, "seed must be an integer"),
         ({"is_causal": 1}, "is_causal must be True or False"),
     ],
 )

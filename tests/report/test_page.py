@@ -103,7 +103,7 @@ def test_every_status_has_its_reason(outline, results):
     assert results.refusals[REFUSED] in cells
     assert cells[cells.index("failed") : cells.index("failed") + 4] == ["failed", "forward time", "32,768, 65,536", FAILING]
     assert "a call would take about 30 to 120 s, and the budget allows 12" in cells
-    assert "cells were not run, because time or memory did not suffice" in outline.text
+    assert "cells were not run, because the time budget or the memory was too small" in outline.text
 
 
 def test_the_machine_and_the_setting_are_named(outline, results):
@@ -147,7 +147,7 @@ def test_names_and_reasons_cannot_act(tmp_path):
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_comparison_that_has_measured_nothing(is_finished, tmp_path):
     found = written(Results(Setting(), {}, finished=is_finished), tmp_path)
-    assert "No time was measured." in found.text
+    assert "Times were not measured." in found.text
     assert ("not finished" in found.text) is not is_finished
 
 
@@ -190,6 +190,8 @@ def test_an_existing_page_is_replaced_or_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize("missing", ["altair", "vl_convert", "jinja2"])
 def test_a_missing_extra_says_what_to_install(missing, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(sq.MissingExtraError, match=rf"a page needs the extra subquad\[report\]; {missing} is not installed"):
+    with pytest.raises(
+        sq.MissingExtraError, match=rf"the HTML report needs the extra subquad\[report\]; {missing} is not installed"
+    ):
         write_page(Results(Setting(), {}), tmp_path / "a.html")
     assert not os.listdir(tmp_path)

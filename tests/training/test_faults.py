@@ -153,7 +153,9 @@ def test_smoothing_is_for_classes(run, tmp_path):
             splits.valid.columns["labels"] = splits.valid.columns["labels"].float()
             return splits
 
-    with pytest.raises(sq.InputError, match=r"label_smoothing must be 0 where labels are numbers, not classes; got 0\.1"):
+    with pytest.raises(
+        sq.InputError, match=r"label_smoothing must be 0 for a regression task, whose labels are not classes; got 0\.1"
+    ):
         run(task=Numbers(), settings=replace(SETTINGS, label_smoothing=0.1))
 
 
@@ -441,7 +443,7 @@ def test_methods_that_cannot_be_trained_are_refused(run):
             run(data=folder)
     with pytest.raises(sq.InputError, match="precision is fp32 or bf16; got 'fp8'"):
         run(precision="fp8")
-    with pytest.raises(sq.InputError, match="seed must be a whole number from 0"):
+    with pytest.raises(sq.InputError, match="seed must be an integer from 0"):
         run(settings=replace(SETTINGS, seed=2**40))
 
 

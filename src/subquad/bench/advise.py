@@ -74,7 +74,7 @@ def advise(
         budget: seconds for the quick comparison.
     """
     if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= LONGEST:
-        raise InputError(f"length must be a whole number of tokens from 1 to {LONGEST:,}; got {length!r}.")
+        raise InputError(f"length must be an integer of tokens from 1 to {LONGEST:,}; got {length!r}.")
     needs = {"is_causal": is_causal, "cross": cross, "decode": decode, "key_padding_mask": key_padding_mask}
     required = [need for need, is_needed in {**needs, "enable_gqa": enable_gqa}.items() if is_needed]
     able = {name: method for name, method in _candidates(length, exact_window).items() if not method.reasons(required)}
@@ -88,7 +88,7 @@ def _candidates(length: int, exact_window: int | None) -> dict[str, Mechanism]:
     """The mechanisms to choose from, by name."""
     if exact_window is not None:
         if isinstance(exact_window, bool) or not isinstance(exact_window, int) or exact_window < 1:
-            raise InputError(f"exact_window must be a whole number of at least 1; got {exact_window!r}.")
+            raise InputError(f"exact_window must be an integer of at least 1; got {exact_window!r}.")
         windowed = {name: build(exact_window) for name, build in _WINDOWED.items() if exact_window < length - 1}
         return {"softmax": resolve("softmax"), **windowed}
     return {name: resolve(name).for_length(length) for name in ("softmax", *default_methods())}

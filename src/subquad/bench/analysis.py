@@ -138,7 +138,7 @@ def headline(results: Results, kind: Pass = "forward") -> str:
         fact = results.fact(best, length)
         error = None if fact is None else fact.errors.get("random")
         off = "" if error is None else f", and its output differs by {error:.0%} on random inputs"
-        return f"{start}, {best} attention is faster than SDPA on this machine; {gain}{off}."
+        return f"{start}, {best} is faster than SDPA on this machine; {gain}{off}."
     return "At these lengths no method is faster than SDPA on this machine."
 
 

@@ -73,7 +73,7 @@ def check_plan(plan: Plan, setting: Setting) -> None:
         raise InputError("a comparison needs at least one method, one length and one pass.")
     for length in plan.lengths:
         if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= LONGEST:
-            raise InputError(f"a length must be a whole number of tokens from 1 to {LONGEST:,}; got {length!r}.")
+            raise InputError(f"a length must be an integer of tokens from 1 to {LONGEST:,}; got {length!r}.")
     if not plan.budget > 0:
         raise InputError(f"the budget must be above 0 minutes; got {plan.budget / 60:g}.")
     if plan.qkv is not None:

@@ -1,6 +1,6 @@
-"""The process that measures, so that a crash or full memory costs one cell.
+"""The process that measures, so that a crash or running out of memory loses only one cell.
 
-`Bench` is what it can do, and `MeasuringWorker` the side of the process that asks.
+`Bench` runs in the worker; `MeasuringWorker` is the side of the process that sends requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MeasuringWorker:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the worker may write to it
 
     def ask(self, timeout: float, do: str, method: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one order, which is a method of `Bench`; WorkerError if there is none."""
+        """The answer to one request, which names a method of `Bench`; WorkerError if there is none."""
         module = None if method == BASELINE else module_of(resolve(method))
         worker = self._started()
         try:
@@ -68,7 +68,7 @@ class MeasuringWorker:
 
 
 def main() -> None:
-    """In the worker: answer orders until the process that gives them ends."""
+    """In the worker: answer requests until the process that sends them ends."""
     import torch
 
     connection = Connection()

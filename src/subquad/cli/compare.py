@@ -25,13 +25,13 @@ def compare(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     causal: Annotated[bool, typer.Option("--causal", help="Compare causal attention.")] = False,
     backward: Annotated[bool, typer.Option(help="Also time forward and backward together.")] = True,
-    decode: Annotated[bool, typer.Option(help="Also time decoding one token after that many others.")] = True,
+    decode: Annotated[bool, typer.Option(help="Also time decoding one token, after a prompt of each length.")] = True,
     threads: Annotated[int | None, typer.Option(help="Threads; by default PyTorch's number.", min=1)] = None,
     device: Annotated[str, typer.Option(help="Device, such as cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(parser=folder_named, help="Folder for results.json and report.html.")] = Path(
         "subquad-compare"
     ),
-    budget: Annotated[float, typer.Option(help="Minutes for the measurements.")] = 3.0,
+    budget: Annotated[float, typer.Option(help="Time budget in minutes.")] = 3.0,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over. Without it, a comparison in the folder is resumed.")
     ] = False,
@@ -102,5 +102,5 @@ def _report(results: Any, out: Path, png: bool) -> None:
         written.append(out / "report.html")
         written += save_charts(results, out) if png else []
     except MissingExtraError as error:
-        Console(stderr=True).print(f"[yellow]no page:[/yellow] {escape(str(error))}")
+        Console(stderr=True).print(f"[yellow]no report:[/yellow] {escape(str(error))}")
     console.print("Written: " + ", ".join(map(str, written)), soft_wrap=True)

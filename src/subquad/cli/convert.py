@@ -24,7 +24,7 @@ def convert(
     option: Annotated[list[str] | None, typer.Option(help="An option of the method, such as window=64; repeatable.")] = None,
     gguf: Annotated[str | None, typer.Option(help="The name of a GGUF file inside MODEL.")] = None,
     layers: Annotated[str, typer.Option(help="all, layer numbers such as 0,3,5, or every k such as 'every 2'.")] = "all",
-    keep_softmax: Annotated[str, typer.Option(help="Numbers of layers to leave alone.")] = "",
+    keep_softmax: Annotated[str, typer.Option(help="Layer numbers to keep as softmax, such as 0,5.")] = "",
     cross: Annotated[bool, typer.Option("--cross", help="Convert cross-attention, too.")] = False,
     text: Annotated[
         list[Path] | None,
@@ -44,20 +44,20 @@ def convert(
             "it, or as lora.steps=500 for one stage; repeatable."
         ),
     ] = None,
-    keep: Annotated[int, typer.Option(help="Search for this many layers that are best left softmax, before the repair.")] = 0,
+    keep: Annotated[int, typer.Option(help="Before the repair, search for this many layers that are best kept softmax.")] = 0,
     beyond_context: Annotated[
         bool, typer.Option("--beyond-context", help="Accept prompts longer than the context of the model.")
     ] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of new weights and of the order of batches.")] = 0,
     threads: Annotated[int | None, typer.Option(help="Number of threads; by default PyTorch's.", min=1)] = None,
-    report: Annotated[bool, typer.Option("--report", help="Write the page, report.html.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Write an HTML report, report.html.")] = False,
     out: Annotated[Path, typer.Option(parser=folder_named, help="Folder of the conversion.")] = Path("subquad-convert"),
     resume: Annotated[bool, typer.Option("--resume", help="Resume the unfinished conversion in the folder.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over, and remove the conversion in the folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Swap the attention of a pretrained model, measure what is lost, repair it and save it."""
+    """Replace the attention of a pretrained model, measure the damage, repair it and save the model."""
     from subquad.conversion.plan import Plan, Source, Swap, Text
     from subquad.conversion.results import as_json as to_json
     from subquad.conversion.run import run
@@ -65,9 +65,9 @@ def convert(
     if resume and fresh:
         raise InputError("--resume continues a conversion, and --fresh starts over; got both. Pass one of them.")
     if report and not text:
-        raise InputError("the page shows what a conversion has lost, measured on text; got none. Pass --text FILE.")
+        raise InputError("--report needs measurements on calibration text; got no --text. Pass --text FILE.")
     if report:
-        load_extra("report", "a page", "jinja2", "altair", "vl_convert")
+        load_extra("report", "the HTML report", "jinja2", "altair", "vl_convert")
     plan = Plan(
         source=Source(model=model, gguf=gguf, dtype=dtype),
         swap=Swap(
@@ -154,7 +154,7 @@ def _repair_value(name: str, text: str, hint: Any) -> Any:
     try:
         return kind(text)
     except ValueError:
-        what = "a whole number" if kind is int else "a number"
+        what = "an integer" if kind is int else "a number"
         raise OptionError(f"--repair-option {name} must be {what}; got {text!r}.") from None
 
 

@@ -28,7 +28,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     threads: Annotated[int | None, typer.Option(help="Number of threads; by default PyTorch's.", min=1)] = None,
 ) -> None:
-    """Generate text, in constant memory if the mechanism allows it. Ctrl-C ends the text."""
+    """Generate text, in constant memory if the mechanism allows it. Ctrl-C stops generation."""
     import torch
 
     from subquad.conversion.generation import TextGenerator

@@ -31,7 +31,7 @@ _CAPABILITIES = {
 _LEGEND = (
     "bidir: bidirectional; pads: key_padding_mask; mask: attn_mask; drop: dropout_p; gqa: fewer key-value heads; "
     "decode: a state to decode token by token; call: works as a plain function, without a module; "
-    "opt: only with other options than the defaults, subquad.why_not gives the reason"
+    "opt: only with non-default options, see subquad.why_not"
 )
 
 

@@ -30,18 +30,18 @@ def train(
     layers: Annotated[int | None, typer.Option(help="Transformer blocks.")] = None,
     dim: Annotated[int | None, typer.Option(help="Width of the model.")] = None,
     heads: Annotated[int | None, typer.Option(help="Heads.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences per step, in all processes together.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per step, summed over all processes.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate of AdamW.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the data, instead of --steps.")] = None,
     warmup: Annotated[
-        float | None, typer.Option(help="Fraction of the steps in which the rate rises; then it follows a cosine.")
+        float | None, typer.Option(help="Fraction of the steps for learning-rate warmup; cosine decay follows.")
     ] = None,
     dropout: Annotated[float | None, typer.Option(help="Dropout.")] = None,
     label_smoothing: Annotated[float | None, typer.Option(help="Label smoothing.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay.")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same bits on the same machine with as many threads.")
+        int | None, typer.Option(help="Random seed. The same seed, machine and number of threads give bit-identical results.")
     ] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the task: tokens=pixels; may be repeated.")] = None,
     method_option: Annotated[
@@ -54,7 +54,7 @@ def train(
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; by default a fifth of all steps.")] = None,
     eval_rows: Annotated[
         int | None,
-        typer.Option(help="Validation rows per evaluation; by default so many that it takes a twentieth of the time."),
+        typer.Option(help="Validation rows per evaluation; by default so that evaluations take a twentieth of the time."),
     ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; by default a tenth of all steps.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads; by default PyTorch's number.", min=1)] = None,
@@ -167,7 +167,7 @@ def _written(results: Any, folder: Path) -> list[Path]:
         write_training_page(results, folder / "report.html")
         files.append(folder / "report.html")
     except MissingExtraError as error:
-        Console(stderr=True).print(f"[yellow]no page:[/yellow] {escape(str(error))}")
+        Console(stderr=True).print(f"[yellow]no report:[/yellow] {escape(str(error))}")
     return files
 
 

@@ -1,4 +1,4 @@
-"""A pretrained Hugging Face model with another attention: swap it, measure the loss, repair it, save it."""
+"""A pretrained Hugging Face model with another attention: swap it, measure the damage, repair it, save it."""
 
 from subquad import models as _models  # noqa: F401 - first, as its error says what to install if transformers is missing
 from subquad.conversion.diagnosis import Diagnosis, diagnose

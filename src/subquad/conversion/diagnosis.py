@@ -1,4 +1,4 @@
-"""`diagnose`: what a conversion has lost, per head and for the whole model.
+"""`diagnose`: the damage done by a conversion, per head and for the whole model.
 
 Each converted site's mechanism gets the queries, keys and values of the same site in the original, so that each head is
 measured on its own: the relative error of its output, and the divergence of its attention weights,
@@ -47,7 +47,7 @@ _TINY = 1e-9  # smaller weights are raised to it: some mechanisms have weights o
 
 @dataclass(frozen=True)
 class Head:
-    """The loss of one head: the relative error of its output, and the divergence of its weights, None if it has no weights."""
+    """The damage to one head: the relative error of its output, and the divergence of its weights, None if it has none."""
 
     site: str
     layer: int

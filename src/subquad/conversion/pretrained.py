@@ -29,7 +29,8 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         kwargs: arguments of `from_pretrained`, such as dtype or device_map.
 
     Raises:
-        SubquadError: the model is neither converted nor a subquad model, or weights are missing, surplus or of another shape.
+        SubquadError: the model is neither converted nor a subquad model, or weights are missing, unexpected or of the wrong
+            shape.
     """
     place = os.path.expanduser(os.fspath(path))
     config = load_config(place, **{name: kwargs[name] for name in _HUB if name in kwargs})

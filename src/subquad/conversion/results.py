@@ -27,7 +27,7 @@ class Results:
         model: the folder or hub name of the original model; `architecture` is its class.
         method, options: the mechanism, with all of its options.
         settings: what must be the same for a run to be resumed, see `Plan.identity`.
-        calibration: the text: files, tokens that measure, tokens that train.
+        calibration: the text: its files, and the numbers of evaluation and training tokens.
         conversion: the record in the config of the converted model: the mechanism of every site.
         diagnoses: by the step after which each was made.
         tried: the trials of an unfinished keep search; those of a finished one are in `kept`.

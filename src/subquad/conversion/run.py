@@ -208,7 +208,7 @@ class _Conversion:
         results = self.results
         if results.kept is None:
             assert self.text is not None
-            batches = self.text.training[: len(self.text.evaluation)]  # never choose by what measures
+            batches = self.text.training[: len(self.text.evaluation)]  # never select layers on the evaluation text
             message, started = "keep search", time.monotonic()
             self.on_progress(Progress(message, 0.0))
 

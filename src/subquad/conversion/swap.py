@@ -82,7 +82,7 @@ def revert(model: Model) -> Model:
     conversion = record.require(model)
     if conversion.has_changed_weights:
         warnings.warn(
-            "a low-rank repair has changed weights of this model for its mechanisms, and they stay changed: with softmax it is "
+            "align or finetune has changed weights of this model, and revert does not undo that: the result is "
             "not the original model. Load the original again, or convert a copy: subquad.convert(model, method, copy=True).",
             stacklevel=2,
         )

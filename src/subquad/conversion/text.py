@@ -1,4 +1,4 @@
-"""Calibration text: files as batches of token ids. Some of them measure a conversion, the others repair it.
+"""Calibration text: files as batches of token ids. Some are used to evaluate a conversion, the others to repair it.
 
 A causal model reads the text as one stream, cut into sequences of one length, each after the tokenizer's BOS token. Other
 models read every line as one sequence, with the tokenizer's special tokens, padded.
@@ -33,7 +33,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Batches that measure a conversion, and other batches to train it on."""
+    """Batches for evaluation, and other batches for training."""
 
     evaluation: list[Batch]
     training: list[Batch]
@@ -160,7 +160,8 @@ def _require_enough(evaluation: Sequence[Tensor], training: Sequence[Tensor] | N
         )
     if training is not None and len(training) <= batch:
         raise InputError(
-            f"a repair needs at least two batches of {batch} sequences; besides the {len(evaluation)} that measure, the text "
+            f"a repair needs at least two batches of {batch} sequences; besides the {len(evaluation)} held out for evaluation, "
+            f"the text "
             f"has {len(training)} of up to {length} tokens. Pass more text, a larger --tokens, or a smaller --length "
             "or --batch."
         )

@@ -1,1 +1,1 @@
-"""The engines: pure functions that own speed, masks, chunking, precision and state."""
+"""The engines: pure functions that handle chunking, masks, precision and state."""

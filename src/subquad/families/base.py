@@ -51,7 +51,7 @@ class Info:
         exact: it computes softmax attention itself.
         replaces_softmax: it is another function, neither an estimate of softmax attention nor exact over some of the pairs;
             models must be trained with it.
-        is_oracle: a bound to compare others with, slow by definition: commands run it only when it is named.
+        is_oracle: an upper bound for comparison, too slow for use; commands run it only when it is named.
         parameters: what is learned, if anything.
         random: what is drawn from the seed, if anything.
         refuses: the needs (see `NEEDS`) it does not meet, each with the reason.
@@ -168,7 +168,7 @@ class Mechanism(ABC):
         return False
 
     def without_values(self) -> Mechanism:
-        """The same pattern of attention without learned values of its own, for pictures of who attends to whom."""
+        """This mechanism without its learned values (extra tokens, projections), for pictures of who attends to whom."""
         return self
 
     def buffers(self, sizes: Sizes) -> dict[str, Tensor]:
@@ -199,24 +199,24 @@ class Mechanism(ABC):
         for name in names:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                self._refuse(name, "must be a whole number of at least 1")
+                self._refuse(name, "must be an integer of at least 1")
             self._require_small(name)
 
     def _require_whole(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                self._refuse(name, "must be a whole number of at least 0")
+                self._refuse(name, "must be an integer of at least 0")
             self._require_small(name)
 
     def _require_small(self, name: str) -> None:
         if getattr(self, name) >= 2**31:
-            self._refuse(name, "must be a whole number below 2**31")
+            self._refuse(name, "must be an integer below 2**31")
 
     def _require_seed(self, name: str = "seed") -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-            self._refuse(name, "must be a whole number from 0 to 2**63 - 1")
+            self._refuse(name, "must be an integer from 0 to 2**63 - 1")
 
     def _require_choice(self, name: str, choices: Iterable[object]) -> None:
         if getattr(self, name) not in tuple(choices):

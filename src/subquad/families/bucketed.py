@@ -1,4 +1,4 @@
-"""What the bucketed mechanisms share: each states the buckets of the tokens, and the bucketed engine attends inside them."""
+"""What the bucketed mechanisms share: each assigns tokens to buckets, and the bucketed engine attends inside them."""
 
 from __future__ import annotations
 

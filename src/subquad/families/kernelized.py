@@ -1,4 +1,4 @@
-"""What the kernelized mechanisms share: each states a rule with its feature map, and the engine does the rest."""
+"""What the kernelized mechanisms share: each defines a rule with its feature map, and the engine does the rest."""
 
 from __future__ import annotations
 

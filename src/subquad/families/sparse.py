@@ -1,4 +1,4 @@
-"""What the sparse mechanisms share: each states a layout, and the block-sparse engine computes it."""
+"""What the sparse mechanisms share: each defines a layout, and the block-sparse engine computes it."""
 
 from __future__ import annotations
 

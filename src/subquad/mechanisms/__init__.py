@@ -1,4 +1,4 @@
-"""One file a mechanism: its formula, paper and cost; its options; its idea; its record."""
+"""One file per mechanism: its formula, paper and cost; its options; its idea; its record."""
 
 from subquad.families.base import Mechanism
 from subquad.mechanisms.bigbird import BigBird
@@ -25,7 +25,7 @@ from subquad.mechanisms.svd import SVD
 from subquad.mechanisms.t2r import T2R
 from subquad.mechanisms.taylor import Taylor
 
-# Registering a mechanism is adding it here.
+# To register a built-in mechanism, add it here.
 MECHANISMS: tuple[type[Mechanism], ...] = (
     Softmax,
     Linear,

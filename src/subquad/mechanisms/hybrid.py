@@ -78,7 +78,7 @@ class Hybrid(Mechanism):
         if self.features is not None:
             self._require_count("features")
             if self.map != "t2r":
-                self._refuse("features", f"belongs to map='t2r', and map is {self.map!r}: leave features out")
+                self._refuse("features", f"is only for map='t2r', but map is {self.map!r}; leave features out")
 
     @property
     def learned_map(self) -> LearnedMap:

@@ -68,7 +68,7 @@ class Longformer(SparseMechanism):
         if not isinstance(self.dilation, tuple):
             self._require_count("dilation")
         elif not self.dilation or any(isinstance(d, bool) or not isinstance(d, int) or d < 1 for d in self.dilation):
-            self._refuse("dilation", "must be a whole number of at least 1, or a tuple of them, one per head")
+            self._refuse("dilation", "must be an integer of at least 1, or a tuple of them, one per head")
 
     @property
     def refuses(self) -> Mapping[str, str]:
@@ -94,7 +94,8 @@ class Longformer(SparseMechanism):
             return {}
         if sizes.dim is None:
             raise OptionError(
-                "longformer with global_projections=True projects the tokens; got no dim. Build it with their width, dim=..."
+                "longformer with global_projections=True projects the hidden states, so it needs their width; got dim=None. "
+                "Pass dim=... to build."
             )
         rows = {
             "query": sizes.heads * sizes.head_dim,

@@ -84,9 +84,9 @@ class Performer(Kernelized):
         if self.p is not None:
             self._require_positive("p")
             if self.kind != "favor++":
-                self._refuse("p", f"belongs to kind='favor++', and kind is {self.kind!r}: leave p out")
+                self._refuse("p", f"is only for kind='favor++', but kind is {self.kind!r}; leave p out")
         if self.regularized and not self.orthogonal:
-            self._refuse("regularized", "needs orthogonal directions, and orthogonal is False")
+            self._refuse("regularized", "needs orthogonal=True")
 
     @property
     def refuses(self) -> Mapping[str, str]:

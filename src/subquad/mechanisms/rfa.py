@@ -60,7 +60,7 @@ class RFA(Kernelized):
 
     Args:
         features: m, the number of random directions.
-        gated: let each token decide how much of the past to keep. Causal only; it reads the tokens, so build it with `dim`.
+        gated: let each token decide how much of the past to keep. Causal only; it uses the hidden states, so build it with `dim`.
         floor: the smallest magnitude of the denominator.
         seed: the seed of the directions.
     """
@@ -98,7 +98,8 @@ class RFA(Kernelized):
         if self.gated:
             if sizes.dim is None:
                 raise OptionError(
-                    "rfa with gated=True reads the tokens, so it needs their width; got dim=None. Pass dim=... to build."
+                    "rfa with gated=True computes its gate from the hidden states, so it needs their width; got dim=None. "
+                    "Pass dim=... to build."
                 )
             learned["gate_weight"] = torch.randn(sizes.kv_heads, sizes.dim) * sizes.dim**-0.5
             learned["gate_bias"] = torch.full((sizes.kv_heads,), 2.0)  # starts by keeping most of the past

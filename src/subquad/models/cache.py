@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Update(Generic[T]):
-    """What a piece of tokens changes a value to.
+    """The new value of a `Rewindable` after a chunk of tokens.
 
     Args:
         value: the new value.
@@ -237,7 +237,7 @@ class SubquadCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise InputError(f"repeats must be a whole number of at least 1; got {repeats!r}.")
+            raise InputError(f"repeats must be an integer of at least 1; got {repeats!r}.")
         super().batch_repeat_interleave(repeats)
         self.position.map(lambda position: position.repeat_interleave(repeats))
 
@@ -248,9 +248,7 @@ def _removed(tokens_to_remove: int) -> int:
     except TypeError:
         number = 1
     if number > 0:
-        raise StateError(
-            f"crop takes minus the number of tokens to remove, a whole number such as -3; got {tokens_to_remove!r}."
-        )
+        raise StateError(f"crop takes minus the number of tokens to remove, an integer such as -3; got {tokens_to_remove!r}.")
     return -number
 
 

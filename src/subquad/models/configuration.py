@@ -45,7 +45,8 @@ class SubquadConfig(PreTrainedConfig):
         decoder_method: the mechanism of the decoder's self-attention in an encoder-decoder (default `method`).
         cross_method: the mechanism of cross-attention (default `decoder_method`).
         position: "rotary", "sinusoidal", "learned", "relative_bias" (T5's buckets), "alibi" or "none". Positions count the real
-            tokens of each row, so padding on any side does not shift them. The two biases need scores to add to.
+            tokens of each row, so padding on any side does not shift them. The two biases need a
+            mechanism that takes an attn_mask: softmax.
         max_position_embeddings: the length of the learned table (default 4096); the other positions have no limit.
         rope_theta: the base of rotary positions.
         relative_attention_num_buckets, relative_attention_max_distance: of the relative bias.

@@ -37,7 +37,8 @@ class SubquadGenerationMixin(GenerationMixin):
             )
         if generation_config.assistant_early_exit is not None:
             raise InputError(
-                "a subquad model cannot assist itself with its first layers; got assistant_early_exit. Pass an assistant_model."
+                "a subquad model does not support early-exit assisted decoding; got assistant_early_exit. "
+                "Pass an assistant_model."
             )
         given = model_kwargs.get("past_key_values")
         if mode == GenerationMode.ASSISTED_GENERATION and given is not None and given.get_seq_length():
@@ -133,7 +134,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, SubquadGenerationMixin):
             attention_mask, inputs_embeds, past_key_values, use_cache: as in `SubquadModel`.
         """
         if isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
-            raise InputError(f"logits_to_keep must be a whole number, 0 for all; got {logits_to_keep!r}.")
+            raise InputError(f"logits_to_keep must be an integer, 0 for all; got {logits_to_keep!r}.")
         if labels is not None and logits_to_keep:
             raise InputError("the loss needs all logits; got labels and logits_to_keep. Leave one out.")
         outputs = self.model(

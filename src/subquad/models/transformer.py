@@ -26,7 +26,7 @@ from subquad.models.positions import BIASES, EMBEDDED
 from subquad.rotary import positions
 
 _ADVICE = (
-    "Load with the class and config that saved them. Or pass strict=False to initialize missing weights and ignore surplus "
+    "Load with the class and config that saved them. Or pass strict=False to initialize missing weights and ignore unexpected "
     "ones, and ignore_mismatched_sizes=True to initialize those of another shape."
 )
 
@@ -65,7 +65,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, strict: bool = True, **kwargs: Any) -> Any:
-        """As Hugging Face's, except that weights that are missing, surplus or of another shape are an error.
+        """As Hugging Face's, except that missing weights, unexpected weights and weights of the wrong shape are errors.
 
         Args:
             strict: False initializes missing weights and ignores surplus ones, for example to put a new head on a trained

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelizedRule:
-    """How a kernelized mechanism weighs keys: what it states to the engine.
+    """How a kernelized mechanism weighs keys; the mechanism passes it to the engine.
 
     Args:
         feature_map: phi.

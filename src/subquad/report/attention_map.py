@@ -143,7 +143,7 @@ def attention_map(
     if length > MAX_LENGTH:
         raise InputError(f"a picture of N x N pairs can have at most {MAX_LENGTH} tokens; got {length}. Choose fewer.")
     if not 0 <= seed < 2**63:
-        raise InputError(f"seed must be a whole number from 0 to 2**63 - 1; got {seed}.")
+        raise InputError(f"seed must be an integer from 0 to 2**63 - 1; got {seed}.")
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         query = torch.randn(1, 1, length, head_dim)

@@ -14,7 +14,7 @@ LEAST_ERROR = 1e-8  # shown on a logarithmic axis for exact results
 
 
 def digits(value: float) -> str:
-    """Three significant digits; all digits of a whole number above 1000."""
+    """Three significant digits; all digits of an integer above 1000."""
     return f"{float(f'{value:.3g}'):,g}" if value < 1000 else f"{value:,.0f}"
 
 

@@ -19,7 +19,7 @@
     if (views[name]) views[name].finalize();
     const actions = { export: true, source: false, compiled: false, editor: false };
     const options = { config: themes[mode], renderer: "svg", actions, tooltip: { theme: mode }, downloadFileName: name };
-    options.logLevel = 1; // errors; a layer that a choice leaves empty is none
+    options.logLevel = 1; // errors only; a layer left empty by the selection is not an error
     views[name] = (await vegaEmbed(box, structuredClone(specs[name]), options)).view;
     await show(name);
     box.dataset.mode = mode;

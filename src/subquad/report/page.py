@@ -39,7 +39,7 @@ def write_page(results: Results, path: Path) -> None:
 
 def template(name: str) -> Any:
     """A template in this folder."""
-    jinja2, _, _ = load_extra("report", "a page", "jinja2", "altair", "vl_convert")
+    jinja2, _, _ = load_extra("report", "the HTML report", "jinja2", "altair", "vl_convert")
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
@@ -92,5 +92,5 @@ def _pictures(results: Results) -> Iterable[_Picture]:
 
 def library() -> str:
     """Vega, Vega-Lite and vega-embed as one script, escaped for HTML."""
-    (convert,) = load_extra("report", "a page", "vl_convert")
+    (convert,) = load_extra("report", "the HTML report", "vl_convert")
     return str(convert.javascript_bundle()).replace("</script", "<\\/script").replace("<!--", "<\\!--")

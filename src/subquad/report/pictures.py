@@ -151,9 +151,7 @@ def _chart(shown: AttentionMap) -> Any:
     cells = _Cells.of(shown, _FILE_CELLS)
     colour = alt.value(_css(_BLUE)) if shown.exact is None else _colours(alt, cells)
     across, down = (alt.Scale(domain=ends, nice=False) for ends in ([0, shown.length], [shown.length, 0]))
-    pixels = (
-        max(1, round(_FILE_SIDE / len(cells.panels[0][1]))) / cells.step
-    )  # per token; a whole number per cell leaves no seams
+    pixels = max(1, round(_FILE_SIDE / len(cells.panels[0][1]))) / cells.step  # per token; an integer per cell leaves no seams
     charts = [
         alt.Chart(alt.InlineData(_table(matrix, cells.step, shown.length), format=alt.CsvDataFormat(type="csv")), title=label)
         .mark_rect(aria=False)  # no label for every cell

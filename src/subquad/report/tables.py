@@ -196,7 +196,8 @@ def predictions(results: Results) -> str:
         return ""
     were = "was" if count == 1 else "were"
     return (
-        f"{_count(count, 'cell')} {were} not run, because time or memory did not suffice, and {were} predicted from shorter "
+        f"{_count(count, 'cell')} {were} not run, because the time budget or the memory was too small, "
+        f"and {were} predicted from shorter "
         "lengths: hollow points and dashed lines in the charts. Predictions have no confidence interval."
     )
 

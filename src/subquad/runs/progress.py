@@ -1,4 +1,4 @@
-"""How far a long command is, as its progress callback hears of it."""
+"""Progress of a long command, as passed to its progress callback."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Worker processes: a crash, or memory that runs out, costs the work of one process.
+"""Worker processes: a crash, or running out of memory, loses only the work of one process.
 
-Messages are JSON objects, one a line: to the worker on its standard input, back on its standard output. `Worker` is the side of
-the process that starts it, `Connection` that of the worker. A worker has a session of its own, so that Ctrl-C reaches only the
-process that started it, and it ends when that process does.
+Messages are JSON objects, one per line: to the worker on its standard input, back on its standard output. `Worker` is the side
+of the process that starts it, `Connection` that of the worker. A worker has a session of its own, so that Ctrl-C reaches only
+the process that started it, and it ends when that process does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The folder of a run: its results, whether they are of the same run, and what `--resume` and `--fresh` make of them."""
+"""The folder of a run: its results, whether they belong to the same run, and how `--resume` and `--fresh` treat them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RunFolder:
         blocked = [path for name in self.mechanisms if (path := self.path / name).exists() and not path.is_dir()]
         if blocked:
             raise ResultsError(
-                f"each method needs a folder of its name; {', '.join(map(str, blocked))} is a file. Move it away, or choose "
+                f"each method needs a folder named after it; {', '.join(map(str, blocked))} is a file. Move it away, or choose "
                 "another --out."
             )
         new = {name: mechanism for name, mechanism in self.mechanisms.items() if results.record(name) is None}

@@ -40,7 +40,7 @@ class Plan:
     Args:
         task: its class as module:class, from which a worker process makes it again.
         eval_every, save_every: steps between evaluations and between checkpoints; by default a fifth and a tenth of all steps.
-        eval_rows: validation rows of an evaluation; by default so many that evaluations take about a twentieth of the run.
+        eval_rows: validation rows of an evaluation; by default chosen so that evaluations take about a twentieth of the run.
         data: folder with local copies of the tasks' data.
     """
 

@@ -1,4 +1,4 @@
-"""The results of a training run, finished or not: one record a method, in one JSON file that is written atomically."""
+"""The results of a training run, finished or not: one record per method, in one JSON file that is written atomically."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ def read_data(plan: Plan, task: Task, known: str = "") -> Splits:
         )
     if plan.settings.label_smoothing and splits.collate([splits.valid[0]])["labels"].is_floating_point():
         raise InputError(
-            f"label_smoothing must be 0 where labels are numbers, not classes; got {plan.settings.label_smoothing}."
+            f"label_smoothing must be 0 for a regression task, whose labels are not classes; "
+            f"got {plan.settings.label_smoothing}."
         )
     if known and fingerprint(splits) != known:
         where = data_folder(plan.data) or task.info.source if task.reads_folder(plan.settings) else "this machine"

@@ -68,7 +68,7 @@ def train(
         precision: "fp32", or "bf16" for autocast.
         checkpointing: recompute blocks in the backward pass rather than keep their activations.
         eval_every, save_every: steps between evaluations and between checkpoints; by default a fifth and a tenth of all steps.
-        eval_rows: validation rows of an evaluation; by default so many that evaluations take about a twentieth of the run.
+        eval_rows: validation rows of an evaluation; by default chosen so that evaluations take about a twentieth of the run.
         data: folder with local copies of data; by default SUBQUAD_DATA, or the public source. Tasks without data refuse it.
         resume: continue what is unfinished in `out`.
         fresh: remove the run in `out`, and start over.

@@ -1,6 +1,6 @@
-"""A worker process for each method: its peak memory is its own, and a crash costs one method.
+"""A worker process for each method: its peak memory is its own, and a crash affects only one method.
 
-The worker gets one order and sends records back. On SIGTERM it writes a checkpoint and ends.
+The worker receives one request and sends records back. On SIGTERM it writes a checkpoint and ends.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _why_ended(code: int, log: Path) -> str:
 
 
 def main() -> None:
-    """In the worker: train the method of the order."""
+    """In the worker: train the requested method."""
     connection = Connection()
     order = connection.receive()
 

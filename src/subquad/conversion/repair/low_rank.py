@@ -1,4 +1,4 @@
-"""Low-rank changes of a converted model: linear maps W become W + B A.
+"""Low-rank changes (LoRA) of a converted model: linear layers W become W + B A.
 
 Hu et al., 2021, arXiv:2106.09685, with `peft`. The maps are the projections of attention or, if more was lost, all linear maps
 of the layers. The parameters of the mechanisms are trained with them.

@@ -1,6 +1,6 @@
 """The block-sparse engine: softmax over the keys that a layout lets each query see.
 
-Read it in the order of a call: a mechanism states a `layout` of `key_sets`; `plan` turns it into tile groups; `softmax`
+Read it in the order of a call: a mechanism defines a `layout` of `key_sets`; `plan` turns it into tile groups; `softmax`
 computes attention over them; global tokens get rows of their own. A call that continues a state goes to `decoding` instead.
 
 B batch, H query heads, n tokens, Dv value channels, g global tokens.

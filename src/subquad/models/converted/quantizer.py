@@ -81,7 +81,7 @@ def register() -> None:
 
 
 def _require_mechanism_weights(model: PreTrainedModel, files: Sequence[str]) -> None:
-    """Refuse weights of mechanisms that are missing, surplus or of another shape: transformers may only warn of them."""
+    """Refuse missing, unexpected or wrongly shaped weights of mechanisms: transformers may only warn about them."""
     state = model.state_dict()
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     saved = {

@@ -24,7 +24,7 @@ TESTED = (
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _CHANNELS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 # What some models do to their scores, by the attribute that shows it. No mechanism does it, not even softmax.
-_UNSUPPORTED = {"attn_logit_softcapping": "it caps its scores softly", "sinks": "it learns a sink in addition to its keys"}
+_UNSUPPORTED = {"attn_logit_softcapping": "it soft-caps its attention scores", "sinks": "it has learned attention sinks"}
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Site:
         if mechanism.shares_query_and_key:
             reasons.append("one tensor for queries and keys: the model has a projection for each; choose shared_qk=False")
         if mechanism.reads_tokens:
-            reasons.append("it reads the tokens themselves, which the attention of the model does not pass on")
+            reasons.append("it needs the hidden states, which the model's attention function does not receive")
         if reasons and self.has_bias:
-            reasons.append("the model adds a bias of relative positions to the scores here")
+            reasons.append("the model adds a relative position bias to the scores here")
         if reasons and self.window is not None:
             reasons.append(
                 f"the model has a sliding window of {self.window} tokens here; config.sliding_window = None removes it"
@@ -131,7 +131,9 @@ def _site(name: str, module: nn.Module, is_cross: bool) -> Site:
     config: Any = module.config
     for attribute, what in _UNSUPPORTED.items():
         if getattr(module, attribute, None) is not None:
-            raise UnsupportedError(f"{name} ({type(module).__name__}) cannot be converted: {what}, which no mechanism does.")
+            raise UnsupportedError(
+                f"{name} ({type(module).__name__}) cannot be converted: {what}, which no mechanism supports."
+            )
     heads = _first(module, config, _HEADS)
     # Some models declare all of their attentions under one key.
     is_cross = is_cross or bool(getattr(module, "is_cross_attention", False)) or "Cross" in type(module).__name__
