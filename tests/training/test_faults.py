@@ -412,7 +412,7 @@ def test_more_validation_rows_than_there_are_concern_all_methods(run):
         ({"dropout": 1.0}, "dropout must be a fraction"),
         ({"warmup": -0.1}, "warmup must be a fraction"),
         ({"weight_decay": -1.0}, "weight_decay"),
-        ({"options": (("kind", "z"),)}, "kind of fake is one of 'a', 'b'; got 'z'"),
+        ({"options": (("kind", "z"),)}, "kind of fake must be one of 'a', 'b'; got 'z'"),
         ({"options": (("kin", "a"),)}, "has no option 'kin'; did you mean 'kind'"),
     ],
 )
@@ -431,7 +431,7 @@ def test_methods_that_cannot_be_trained_are_refused(run):
         train(Fake(), [])
     with pytest.raises(sq.InputError, match="a run trains each method once; got 'local' twice"):
         run("local", sq.Local(window=2))
-    with pytest.raises(sq.InputError, match="all stands for every method that can do the task; got others beside it"):
+    with pytest.raises(sq.InputError, match="all means every method that can do the task; got other methods as well"):
         run("linear", "all")
     with pytest.raises(sq.InputError, match="threads is at most 1,024; got 100,000"):
         run(threads=100_000)
