@@ -39,35 +39,35 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     lines = [line.strip() for line in options.sentences.read_text(encoding="utf-8").splitlines() if line.strip()]
     texts, held_out = lines[BATCH:], lines[:BATCH]
-    batches = [read(tokenizer, texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
+    batches = [encode(tokenizer, texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
 
     converted = sq.convert(original, options.method, copy=True)
-    print_likeness("right after the swap", original, converted, read(tokenizer, held_out))
+    print_similarity("right after the swap", original, converted, encode(tokenizer, held_out))
     schedule = Schedule(steps=options.steps, every=max(1, options.steps // 5))
     if any(next(mechanism.parameters(), None) is not None for mechanism in mechanisms(converted).values()):
         transfer(original, converted, batches, schedule)
-        print_likeness("after attention transfer", original, converted, read(tokenizer, held_out))
+        print_similarity("after attention transfer", original, converted, encode(tokenizer, held_out))
     finetune(original, converted, batches, Schedule(steps=options.steps, lr=2e-3, every=schedule.every), loss="embedding")
-    print_likeness("after low-rank finetuning", original, converted, read(tokenizer, held_out))
+    print_similarity("after low-rank finetuning", original, converted, encode(tokenizer, held_out))
     if options.out is not None:
         converted.save_pretrained(options.out)
         tokenizer.save_pretrained(options.out)
         print(f"saved to {options.out}: subquad.load reads it")
 
 
-def read(tokenizer: Any, texts: list[str]) -> dict[str, Tensor]:
+def encode(tokenizer: Any, texts: list[str]) -> dict[str, Tensor]:
     return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
 
 
 @torch.no_grad()
-def embedded(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def embed(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """(B, dim): the mean of the real tokens' last hidden states, normalised to length 1."""
     states, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
     return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def print_likeness(when: str, original: Any, converted: Any, batch: dict[str, Tensor]) -> None:
-    before, after = embedded(original, batch), embedded(converted, batch)
+def print_similarity(when: str, original: Any, converted: Any, batch: dict[str, Tensor]) -> None:
+    before, after = embed(original, batch), embed(converted, batch)
     pairs = torch.triu_indices(len(before), len(before), 1)
     ours, theirs = ((x @ x.T)[pairs[0], pairs[1]] for x in (after, before))
     agreement = torch.corrcoef(torch.stack([ours, theirs]))[0, 1]
