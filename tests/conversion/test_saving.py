@@ -192,16 +192,16 @@ def test_missing_weights_are_an_error(saved):
             load(saved)
 
 
-def test_surplus_weights_are_an_error(saved):
+def test_unexpected_weights_are_an_error(saved):
     change(saved, lambda weights: weights.update({"model.layers.0.self_attn.subquad.other": torch.ones(2)}))
     for load in (AutoModelForCausalLM.from_pretrained, AutoModel.from_pretrained, sq.load):
-        with pytest.raises(sq.InputError, match=r"surplus: (model\.)?layers\.0\.self_attn\.subquad\.other"):
+        with pytest.raises(sq.InputError, match=r"unexpected: (model\.)?layers\.0\.self_attn\.subquad\.other"):
             load(saved)
 
 
 def test_load_is_strict_about_all_weights(saved):
     change(saved, lambda weights: weights.update({"other.weight": torch.ones(2)}))
-    with pytest.raises(sq.InputError, match=r"surplus: other\.weight"):
+    with pytest.raises(sq.InputError, match=r"unexpected: other\.weight"):
         sq.load(saved)
     change(saved, lambda weights: weights.pop("other.weight"))
     change(saved, lambda weights: weights.update({"lm_head.weight": torch.ones(2, 2)}))

@@ -153,9 +153,9 @@ def test_missing_weights_are_named(saved):
     SubquadForCausalLM.from_pretrained(saved, strict=False)
 
 
-def test_surplus_weights_are_named(saved):
+def test_unexpected_weights_are_named(saved):
     change_weights(saved, lambda weights: weights.update({"model.layers.7.extra": torch.zeros(3)}))
-    with pytest.raises(sq.InputError, match=r"surplus: model.layers.7.extra\n"):
+    with pytest.raises(sq.InputError, match=r"unexpected: model.layers.7.extra\n"):
         SubquadForCausalLM.from_pretrained(saved)
 
 
@@ -168,7 +168,7 @@ def test_weights_of_another_shape_are_named(saved):
 
 
 def test_another_method_has_other_weights(saved):
-    with pytest.raises(sq.InputError, match=r"(?s)surplus: .*mechanism.sigma"):
+    with pytest.raises(sq.InputError, match=r"(?s)unexpected: .*mechanism.sigma"):
         SubquadForCausalLM.from_pretrained(saved, config=config("softmax"))
 
 

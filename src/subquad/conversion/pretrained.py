@@ -87,7 +87,7 @@ def load_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None,
             place, dtype=DTYPES[dtype], output_loading_info=True, **_gguf(gguf), **_unpacked(gguf)
         ),
     )
-    missing = {"missing": weights.mismatches(info)["missing"]}  # surplus weights, such as another head, do no harm
+    missing = {"missing": weights.mismatches(info)["missing"]}  # unexpected weights, such as another head, do no harm
     weights.refuse(missing, type(model).__name__, place, "Missing weights would be random. Get the model again.")
     return model.eval()
 

@@ -86,7 +86,7 @@ class Performer(Kernelized):
             if self.kind != "favor++":
                 self._refuse("p", f"is only for kind='favor++', but kind is {self.kind!r}; leave p out")
         if self.regularized and not self.orthogonal:
-            self._refuse("regularized", "needs orthogonal=True")
+            self._refuse("regularized", "needs orthogonal=True, and orthogonal is False")
 
     @property
     def refuses(self) -> Mapping[str, str]:

@@ -60,7 +60,7 @@ class RFA(Kernelized):
 
     Args:
         features: m, the number of random directions.
-        gated: let each token decide how much of the past to keep. Causal only; it uses the hidden states, so build it with `dim`.
+        gated: let each token decide how much of the past to keep. Causal only; build it with `dim`.
         floor: the smallest magnitude of the denominator.
         seed: the seed of the directions.
     """

@@ -68,7 +68,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
         """As Hugging Face's, except that missing weights, unexpected weights and weights of the wrong shape are errors.
 
         Args:
-            strict: False initializes missing weights and ignores surplus ones, for example to put a new head on a trained
+            strict: False initializes missing weights and ignores unexpected ones, for example to put a new head on a trained
         model."""
         wants_info = kwargs.pop("output_loading_info", False)
         may_differ = kwargs.pop("ignore_mismatched_sizes", False)

@@ -18,7 +18,7 @@ def mismatches(info: dict[str, Any]) -> dict[str, Iterable[str]]:
     """The weights that do not fit, by kind, from the loading info of `from_pretrained`."""
     return {
         "missing": info["missing_keys"],
-        "surplus": info["unexpected_keys"],
+        "unexpected": info["unexpected_keys"],
         "of another shape": [_mismatch(*key) for key in info["mismatched_keys"]],
     }
 
