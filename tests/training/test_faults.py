@@ -433,15 +433,15 @@ def test_methods_that_cannot_be_trained_are_refused(run):
         run("local", sq.Local(window=2))
     with pytest.raises(sq.InputError, match="all means every method that can do the task; got other methods as well"):
         run("linear", "all")
-    with pytest.raises(sq.InputError, match="threads is at most 1,024; got 100,000"):
+    with pytest.raises(sq.InputError, match="threads must be at most 1,024; got 100,000"):
         run(threads=100_000)
     for folder, said in (
         ("", "got an empty name"),
-        ("here", "fake brings its data along, and reads no folder; got --data here"),
+        ("here", "fake needs no data folder; got --data here"),
     ):
         with pytest.raises(sq.InputError, match=said):
             run(data=folder)
-    with pytest.raises(sq.InputError, match="precision is fp32 or bf16; got 'fp8'"):
+    with pytest.raises(sq.InputError, match="precision must be fp32 or bf16; got 'fp8'"):
         run(precision="fp8")
     with pytest.raises(sq.InputError, match="seed must be an integer from 0"):
         run(settings=replace(SETTINGS, seed=2**40))
