@@ -117,8 +117,9 @@ REFUSED = {
     "no info": (lambda: mechanism(info=None), r"Mine\.info must be a subquad\.Info; got None"),
     "not frozen": (not_frozen, r"Mine must be a frozen dataclass: @dataclass\(frozen=True, kw_only=True\)"),
     "not a dataclass itself": (frozen_base_only, "Mine must be a frozen dataclass"),
-    "capital letters": (lambda: named("Mine"), "must be made of lower-case letters, digits and underscores; got 'Mine'"),
-    "no name": (lambda: named(""), "must be made of lower-case letters, digits and underscores; got ''"),
+    "capital letters": (lambda: named("Mine"), "lower-case letters, digits and underscores, .*; got 'Mine'"),
+    "no name": (lambda: named(""), "lower-case letters, digits and underscores, .*; got ''"),
+    "a reserved name": (lambda: named("all"), "must not be all or sdpa; got 'all'"),
     "a known name": (
         lambda: named("softmax"),
         r"two mechanisms are called 'softmax': subquad\.mechanisms\.softmax\.Softmax and",

@@ -60,7 +60,7 @@ def tensors(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> N
     if heads != kv_heads and not enable_gqa:
         raise InputError(
             f"query and key must have the same number of heads unless enable_gqa=True; got {heads} and {kv_heads}. "
-            f"Set enable_gqa=True to share each key-value head among {heads}/{kv_heads} query heads."
+            f"Set enable_gqa=True to share each key-value head among several query heads."
         )
     divides(heads, kv_heads)
 
@@ -106,7 +106,7 @@ def call(call: Call) -> None:
         raise StateError(f"state must be a State that an earlier call returned, or None; got {type(call.state).__name__}.")
     attn_mask(call.attn_mask, call.query, call.seen + keys)
     scale(call.scale)
-    dropout(call.dropout_p)
+    dropout(call.dropout_p, "dropout_p")
 
 
 def options(options: dict[str, object]) -> None:

@@ -21,6 +21,7 @@ from subquad.mechanisms import MECHANISMS
 
 GROUP = "subquad.mechanisms"  # the entry points of other packages
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+_RESERVED = ("all", "sdpa")  # on the command line: every method, and the baseline
 _DEFAULTS: dict[str, Mechanism] = {}
 
 MechanismClass = TypeVar("MechanismClass", bound=type[Mechanism])
@@ -38,8 +39,11 @@ def register(mechanism: MechanismClass) -> MechanismClass:
     name = mechanism.info.name
     if not getattr(mechanism.__dict__.get("__dataclass_params__"), "frozen", False):
         raise OptionError(f"{mechanism.__name__} must be a frozen dataclass: @dataclass(frozen=True, kw_only=True).")
-    if not _NAME.fullmatch(name):
-        raise OptionError(f"the name of a mechanism must be made of lower-case letters, digits and underscores; got {name!r}.")
+    if not _NAME.fullmatch(name) or name in _RESERVED:
+        raise OptionError(
+            "the name of a mechanism must be made of lower-case letters, digits and underscores, and must not be "
+            f"{' or '.join(_RESERVED)}; got {name!r}."
+        )
     if unknown := [need for need in mechanism.info.refuses if need not in NEEDS]:
         raise OptionError(
             f"{name}.info.refuses has unknown requirements: {', '.join(unknown)}. Requirements: {', '.join(NEEDS)}."
@@ -107,7 +111,10 @@ def resolve(method: str | Mechanism) -> Mechanism:
             f"method must be a name or a mechanism such as subquad.Linear(); got {method!r}. Names: {', '.join(_DEFAULTS)}."
         )
     if method not in _DEFAULTS:
-        raise UnknownMethodError(f"no method is called {method!r}{closest(method, _DEFAULTS)} Methods: {', '.join(_DEFAULTS)}.")
+        raise UnknownMethodError(
+            f"no method is called {method!r}{closest(method, _DEFAULTS)} Methods: {', '.join(_DEFAULTS)}. "
+            "If it comes from another package, install that package, or import the module that registers it."
+        )
     return _DEFAULTS[method]
 
 

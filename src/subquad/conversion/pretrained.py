@@ -69,6 +69,8 @@ def load_config(place: str, gguf: str | None = None, **kwargs: Any) -> PreTraine
     _require_exists(place, gguf)
     try:
         return AutoConfig.from_pretrained(place, **_gguf(gguf), **kwargs)
+    except SubquadError:
+        raise
     except Exception as error:  # no network, no such name, no JSON, no model: the advice is always the same
         here = "" if Path(place).expanduser().exists() else f"there is no folder {place}, and as a name on the hub "
         raise InputError(f"{here}{place} does not hold a Hugging Face model: {_first_line(error)} {_ADVICE}") from error
