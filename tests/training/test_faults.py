@@ -192,7 +192,7 @@ def test_results_that_make_no_sense_are_refused(run, tmp_path, change, said):
 def test_a_file_where_a_method_would_have_its_folder_is_refused(run, tmp_path):
     run()
     (tmp_path / "run" / "softmax").write_text("mine")
-    with pytest.raises(sq.SubquadError, match=r"a folder of its name; .*softmax is a file\. Move it away"):
+    with pytest.raises(sq.SubquadError, match=r"a folder named after it; .*softmax is a file\. Move it away"):
         run("linear", "softmax")
 
 
