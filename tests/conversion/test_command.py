@@ -399,7 +399,7 @@ def places(llama, text, tmp_path):
         ("LLAMA --method linear --layers some", "--layers must be all, every 2, or layer numbers such as 0,3,5; got 'some'"),
         ("LLAMA --method linear --keep-softmax 0,1,2", "no layer is left to convert"),
         ("LLAMA --method linear --dtype int8", "dtype must be one of float32"),
-        ("LLAMA --method linear --report", "the page shows what a conversion has lost, measured on text; got none"),
+        ("LLAMA --method linear --report", "--report needs measurements on calibration text; got no --text"),
         ("LLAMA --method linear --repair lora", "need calibration text; got none"),
         ("LLAMA --method linear --keep 1", "need calibration text; got none"),
         ("LLAMA --method linear --text HERE/short.txt", "at least 4 sequences and 64 tokens; the text has 0"),

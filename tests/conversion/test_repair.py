@@ -306,7 +306,7 @@ def test_reverting_what_was_finetuned_warns(stage, batches, tmp_path):
     converted.save_pretrained(tmp_path / "model")
     loaded = type(converted).from_pretrained(tmp_path / "model")
     for model in (converted, loaded):
-        with pytest.warns(UserWarning, match="with softmax it is not the original"):
+        with pytest.warns(UserWarning, match="revert does not undo that: the result is not the original model"):
             sq.revert(model)
     original, converted = pair()
     transfer(original, converted, batches, SHORT)

@@ -157,7 +157,7 @@ class TestRefusals:
         refused(families.model("llama"), "nystrom", r"layers\.0\.self_attn, layers\.1\.self_attn.*causal", sq.UnsupportedError)
 
     def test_a_bias_of_positions(self, refused):
-        refused(families.model("t5"), "linear", r"SelfAttention.*bias of relative positions", sq.UnsupportedError)
+        refused(families.model("t5"), "linear", r"SelfAttention.*relative position bias", sq.UnsupportedError)
 
     def test_a_window_of_the_model(self, refused):
         refused(families.model("mistral with a window"), "linear", "sliding window of 7 tokens", sq.UnsupportedError)
