@@ -580,7 +580,7 @@ def test_a_missing_extra_is_known_before_anything_is_done(llama, text, tmp_path,
     monkeypatch.setitem(sys.modules, "peft", None)
     assert "low-rank finetuning needs the extra subquad[convert]" in str(invoke(*line, "--repair", "lora").exception)
     monkeypatch.setitem(sys.modules, "altair", None)
-    assert "a page needs the extra subquad[report]" in str(invoke(*line, "--report").exception)
+    assert "the HTML report needs the extra subquad[report]" in str(invoke(*line, "--report").exception)
     assert not (tmp_path / "out").exists()
 
 
