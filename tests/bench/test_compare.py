@@ -152,7 +152,9 @@ def test_a_registered_mechanism_is_compared_if_it_has_a_reference(third_party, t
 
 def test_a_mechanism_of_a_script_is_refused(third_party, monkeypatch, tmp_path):
     monkeypatch.setattr(third_party.Checked, "__module__", "__main__")
-    with pytest.raises(sq.InputError, match=r"Checked must be defined in a module that .*script or notebook\. Move it to a file"):
+    with pytest.raises(
+        sq.InputError, match=r"Checked must be defined in a module that .*script or notebook\. Move it to a file"
+    ):
         compare(Plan(("checked_squares",), (64,)), SETTING, tmp_path)
 
 
