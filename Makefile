@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 SOURCES := pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*/*.cpp csrc/*/*.h)
 
-.PHONY: install compare pretrained test test-fast check fix bench peers results results-quick clean
+.PHONY: install compare pretrained test test-fast check fix bench peers results results-quick soak clean
 
 install: $(STAMP)
 
@@ -72,6 +72,11 @@ fix: install
 bench: install
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/decode.py
+
+# Random calls, kills, damaged files and sanitizers, for a night: docs/reliability.md. Stop it and start it again: it resumes.
+# make soak SOAK="--minutes 480 --seed 0 --part cases"
+soak: install
+	$(BIN)/python -m tests.soak $(SOAK)
 
 # fast-transformers builds CUDA code if it finds nvcc, even where CUDA is missing: hide nvcc from it.
 WITHOUT_NVCC = $$(echo "$$PATH" | tr : '\n' | while read -r d; do test -x "$$d/nvcc" || echo "$$d"; done | paste -sd : -)

@@ -1,0 +1,101 @@
+"""The command line of the soak test; `python -m tests.soak --help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tests.soak import FINDINGS, NATIVE, PARTS, report
+from tests.soak.run import Settings, run_one, run_part
+
+
+def main(arguments=None):
+    start, options, console = time.monotonic(), parser().parse_args(arguments), Console()
+    if options.report:
+        report.update_page(options.report, options.out)
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts = chosen_parts(options.part)
+    if options.only is not None:
+        return show_one(options, parts, console)
+    for number, part in enumerate(parts):
+        deadline = float("inf")
+        if options.minutes is not None:  # each part gets an equal share of what is left
+            now = time.monotonic()
+            deadline = now + (start + 60 * options.minutes - now) / (len(parts) - number)
+        with progress_bar(console) as shown:
+            settings = settings_of(options, part, deadline)
+            task = shown.add_task(part, total=settings.cases if settings.cases < sys.maxsize else None, note="")
+            run_part(settings, lambda found, task=task, shown=shown: advance(shown, task, found))
+    results = report.write_results(options.out, options.seed)
+    of_parts = {**results, "parts": {part: results["parts"][part] for part in parts}}
+    report.show(of_parts, console)
+    console.print(f"Results: {options.out / 'results.json'}")
+    return 1 if report.has_findings(of_parts) else 0
+
+
+def parser():
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Soak test; see docs/reliability.md.")
+    parser.add_argument("--part", action="append", help=f"{', '.join([*PARTS, 'native'])}; several by commas; default all")
+    parser.add_argument("--seed", type=int, default=0, help="of all cases; default 0")
+    parser.add_argument("--minutes", type=float, help="stop after that time, shared by the parts")
+    parser.add_argument("--cases", type=int, help="of each part, with those of earlier runs; by default its own number")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default the number of cores")
+    parser.add_argument("--out", type=Path, default=Path("soak-results"), help="a run continues what it finds here")
+    parser.add_argument("--only", type=int, metavar="INDEX", help="repeat one case, and show how it ends")
+    parser.add_argument("--report", type=Path, metavar="PAGE", help="write the results into a page, and their JSON beside it")
+    return parser
+
+
+def chosen_parts(names):
+    found = []
+    for name in ",".join(names or ["cases,kills,files,native"]).split(","):
+        if name != "native" and name not in PARTS:
+            raise SystemExit(f"--part must be one of {', '.join([*PARTS, 'native'])}; got {name!r}.")
+        found += NATIVE if name == "native" else [name]
+    return list(dict.fromkeys(found))
+
+
+def settings_of(options, part, deadline=float("inf")):
+    """With --minutes and no --cases, there is no other limit."""
+    default = sys.maxsize if options.minutes is not None else getattr(import_module(PARTS[part]), "COUNT", 1000)
+    cases = default if options.cases is None else options.cases
+    return Settings(part, options.seed, options.out.resolve(), cases, deadline, options.workers)
+
+
+def show_one(options, parts, console):
+    verdicts = []
+    for part in parts:
+        result = run_one(settings_of(options, part), options.only)
+        verdicts.append(result["verdict"])
+        console.print(f"{part}: {result['verdict']}, {result.get('labels', {})}", markup=False)
+        if result["verdict"] in FINDINGS:
+            report.show_finding({**result, "index": options.only}, console)
+    return 1 if set(verdicts) & set(FINDINGS) else 0
+
+
+def progress_bar(console):
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def advance(shown, task, found):
+    findings = sum(found.verdicts.get(verdict, 0) for verdict in FINDINGS)
+    shown.update(task, completed=found.done, note=f"{findings} findings" if findings else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The relative-error rule: an error of at most twice that of the plain reference in the same precision, against float64.
+
+It is the rule of the contract (`subquad.testing.contract.precision`; in float64, of `assert_close`), applied to every row of the output
+and of every gradient by itself, so that a large row cannot hide a small one. One row is few numbers, and on few numbers the reference
+may be right by luck. Rows that break the rule are therefore judged again by the largest error of several evaluations of the reference
+in the same precision, each operation of which is rounded at random (`RandomRounding`): that is how far rounding alone takes this row.
+
+A row is beyond the range of its precision, and is not judged, where the reference itself overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from subquad.testing import ROUNDING
+
+FACTOR = 2.0
+SAMPLES = (8, 56)  # of random rounding: few, and many for the rows that still break the rule
+
+# What rounds; all other operations choose, move or compare numbers.
+ROUNDED = {
+    *("add", "sub", "rsub", "mul", "div", "reciprocal", "pow", "square", "sqrt", "rsqrt", "addcmul", "addcdiv"),
+    *("exp", "log", "sin", "cos", "sigmoid", "sigmoid_backward", "_softmax", "_softmax_backward_data"),
+    *("mm", "bmm", "sum", "mean", "cumsum", "linalg_vector_norm", "norm"),
+}
+
+
+class RandomRounding(TorchDispatchMode):
+    """Changes the result of every operation by up to one unit in its last place: for sums, of the sum of the magnitudes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in ("_linalg_svd", "linalg_svd"):
+            x = args[0]
+            noise = self._noise(x.shape) * torch.finfo(x.dtype).eps * x.double().abs().amax((-2, -1), keepdim=True)
+            return func((x.double() + noise).to(x.dtype), *args[1:], **kwargs)
+        out = func(*args, **kwargs)
+        if name.rstrip("_") not in ROUNDED or not isinstance(out, Tensor) or not out.is_floating_point():
+            return out
+        rounded = (out.double() + self._noise(out.shape) * torch.finfo(out.dtype).eps * self._spread(name, out, args)).to(
+            out.dtype
+        )
+        return out.copy_(rounded) if name.endswith("_") else rounded
+
+    def _noise(self, shape: torch.Size) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+
+    def _spread(self, name: str, out: Tensor, args: tuple[Any, ...]) -> Tensor:
+        """What the error of an operation is relative to."""
+        if name in ("mm", "bmm"):
+            return args[0].double().abs() @ args[1].double().abs()
+        if name == "sum":
+            return args[0].double().abs().sum(*args[1:]).reshape(out.shape)
+        return out.double().abs()
+
+
+Results = dict[str, Tensor]  # "out" and the gradients by name
+
+
+@dataclass
+class Judgement:
+    """What is wrong with a result: one line for each tensor; and how many rows were judged, or were beyond the range."""
+
+    faults: list[str] = field(default_factory=list)
+    check: str = ""
+    rows: int = 0
+    beyond: int = 0
+    flips: int = 0
+
+    def add(self, name: str, fault: str, check: str = "") -> None:
+        self.faults.append(f"{name}: {fault}")
+        self.check = self.check or check or ("forward" if name == "out" else "gradients")
+
+
+def judge(
+    found: Results,
+    evaluate: Callable[..., Results],
+    precision: torch.dtype,
+    undecided: Callable[[], Mapping[str, Tensor]] | None = None,
+    must_be_nan: bool = False,
+) -> Judgement:
+    """Compare with `evaluate(dtype)`, the reference in that precision, and `evaluate(dtype, seed)`, the same rounded at random.
+
+    `undecided()` has, for each result, the rows that depend on a choice which rounding may turn (see `tests.soak.choices`).
+    With `must_be_nan`, rows that are NaN in float64 must not be finite.
+    """
+    truth = evaluate(torch.float64)
+    plain = truth if precision == torch.float64 else evaluate(precision)
+    judgement, suspects = Judgement(), {}
+    for name, ours in found.items():
+        right, usual = as_rows(truth[name]), as_rows(plain[name])
+        if ours.shape != truth[name].shape:
+            judgement.add(name, f"shape {tuple(ours.shape)}, expected {tuple(truth[name].shape)}")
+            continue
+        ours = as_rows(ours)
+        judged = right.isfinite().all(-1) & usual.isfinite().all(-1)
+        judgement.rows += judged.numel()
+        judgement.beyond += int((~judged).sum())
+        error = largest(ours - right)
+        allowed = ROUNDING * largest(right) if precision == torch.float64 else FACTOR * largest(usual - right)
+        broken = judged & ~(error <= allowed)
+        if must_be_nan and name == "out":
+            hidden = right.isnan().any(-1) & ours.isfinite().all(-1)
+            if hidden.any():
+                judgement.add(name, f"NaN is hidden in {int(hidden.sum())} rows, first {first(hidden)}", "NaN")
+        if broken.any():
+            suspects[name] = (broken, error, largest(usual - right))
+    if suspects:
+        _judge_again(judgement, truth, evaluate, precision, suspects, undecided)
+    return judgement
+
+
+def _judge_again(judgement, truth, evaluate, precision, suspects, undecided) -> None:
+    """Take out of `suspects` what a choice within rounding explains, and what random rounding does; the rest is at fault."""
+    turned = undecided() if undecided is not None else {}
+    for name, (broken, error, noise) in suspects.items():
+        if name in turned:
+            judgement.flips += int((broken & turned[name]).sum())
+            suspects[name] = (broken & ~turned[name], error, noise)
+    seed = 0
+    for count in SAMPLES:
+        suspects = {name: suspect for name, suspect in suspects.items() if suspect[0].any()}
+        for _ in range(count if suspects else 0):
+            sample, seed = evaluate(precision, seed=seed), seed + 1
+            for name, (broken, error, noise) in suspects.items():
+                far = largest(as_rows(sample[name]) - as_rows(truth[name]))
+                noise = torch.where(far.isfinite(), torch.maximum(noise, far), torch.inf)  # at the edge of the range
+                suspects[name] = (broken & noise.isfinite() & ~(error <= FACTOR * noise), error, noise)
+    for name, (broken, error, noise) in suspects.items():
+        if broken.any():
+            row = first(broken)
+            size = float(largest(as_rows(truth[name]))[row])
+            judgement.add(
+                name,
+                f"{int(broken.sum())} of {broken.numel()} rows differ, first {row}: error {float(error[row]):.3g}, "
+                f"largest expected {size:.3g}, by rounding alone {float(noise[row]):.3g}",
+            )
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """float64, with rows in the last dimension."""
+    return x.detach().double() if x.dim() else x.detach().double().reshape(1)
+
+
+def largest(x: Tensor) -> Tensor:
+    """By row; NaN if there is one."""
+    return x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def first(mask: Tensor) -> tuple[int, ...]:
+    return tuple(mask.nonzero()[0].tolist())

@@ -1,0 +1,84 @@
+"""What a part has found so far, in a JSON file that a later run continues."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from subquad.runs.files import write_atomically
+from tests.soak import FINDINGS
+
+SHRUNK = 3  # findings of one class that get a small reproduction
+KEPT = 1000  # findings that are kept with all they say; the others are counted
+
+
+@dataclass
+class PartProgress:
+    """The cases below `following`, and those in `ahead`, are done.
+
+    Args:
+        counts: by label, value and verdict, how many cases; the label "" has all of them.
+        findings: what the cases returned, with their index.
+    """
+
+    part: str
+    seed: int
+    following: int = 0
+    ahead: set[int] = field(default_factory=set)
+    seconds: float = 0.0  # of all workers together
+    counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        return self.following + len(self.ahead)
+
+    @property
+    def verdicts(self) -> dict[str, int]:
+        return self.counts.get("", {}).get("", {})
+
+    def add(self, index: int, result: dict[str, Any], seconds: float) -> None:
+        self.seconds += seconds
+        self.ahead.add(index)
+        while self.following in self.ahead:
+            self.ahead.remove(self.following)
+            self.following += 1
+        verdict = result["verdict"]
+        for label, values in {"": "", **result.get("labels", {})}.items():
+            for value in [values] if isinstance(values, str) else values:
+                found = self.counts.setdefault(label, {}).setdefault(value, {})
+                found[verdict] = found.get(verdict, 0) + 1
+        if verdict in FINDINGS and len(self.findings) < KEPT:
+            self.findings.append({"index": index, **result})
+
+    def alike(self, result: dict[str, Any]) -> int:
+        """How many findings of the same class there are."""
+        return sum(finding_class(finding) == finding_class(result) for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "ahead": sorted(self.ahead)}
+
+
+def finding_class(finding: dict[str, Any]) -> str:
+    """What is wrong, and where, in a few words."""
+    labels = finding.get("labels", {})
+    where = [labels[name] for name in ("mechanism", "check") if isinstance(labels.get(name), str)]
+    return ", ".join([finding["verdict"], *where])
+
+
+def path_of(out: Path, part: str, seed: int) -> Path:
+    return out / f"{part}-seed-{seed}.json"
+
+
+def load(out: Path, part: str, seed: int) -> PartProgress:
+    path = path_of(out, part, seed)
+    if not path.exists():
+        return PartProgress(part, seed)
+    saved = json.loads(path.read_text())
+    return PartProgress(**{**saved, "ahead": set(saved["ahead"])})
+
+
+def save(out: Path, progress: PartProgress) -> None:
+    write_atomically(path_of(out, progress.part, progress.seed), json.dumps(progress.to_json()).encode())
