@@ -3,7 +3,8 @@
     python benchmarks/before_after.py OLD_CHECKOUT --lengths 1024,4096 --out before_after.json
 
 Each checkout runs in a process of its own. For every method, length and pass the two take turns, round after round, in random
-order, so that whatever disturbs the machine disturbs both. A figure is the median over rounds of (new time / old time).
+order, so that whatever disturbs the machine disturbs both. Where a process happens to get its memory changes its times, so
+the whole sweep is repeated with new processes. A figure is the median of (new time / old time) over all rounds of all sweeps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CELLS = ((False, "forward"), (True, "forward"), (False, "training"))
+Cell = tuple[str, int, bool, str]
+Times = list[tuple[float, float]]  # (old, new) seconds
+CELLS: tuple[tuple[bool, str], ...] = ((False, "forward"), (True, "forward"), (False, "training"))
 WORKER = """
 import json, sys, time, torch
 from benchmarks.engines import METHODS, directions, runner
@@ -78,16 +81,29 @@ def main() -> None:
     parser.add_argument("old", type=Path, help="a checkout to compare with, its kernels compiled")
     parser.add_argument("--methods", help="names, separated by semicolons; by default all of benchmarks/engines.py")
     parser.add_argument("--lengths", default="1024,4096")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--sweeps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7, help="of each sweep")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
+    cells: dict[Cell, Times] = {}
+    for sweep in range(options.sweeps):
+        print(f"sweep {sweep + 1} of {options.sweeps}", flush=True)
+        _sweep(options, cells)
+    rows = [_row(cell, times) for cell, times in cells.items()]
+    for row in rows:
+        direction = "causal" if row["is_causal"] else "bidirectional"
+        interval = f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        print(f"{row['method']:20} {row['length']:6} {direction:13} {row['pass']:9} {interval}, {1000 * row['seconds']:.2f} ms")
+    if options.out:
+        record = {"lengths": options.lengths, "sweeps": options.sweeps, "rounds": options.rounds, "cells": rows}
+        options.out.write_text(json.dumps(record, indent=1))
+
+
+def _sweep(options: argparse.Namespace, cells: dict[Cell, Times]) -> None:
+    """Time every cell with two new processes, and append (old, new) times to it."""
     checkouts = {"old": Checkout(options.old.resolve()), "new": Checkout(ROOT)}
-    methods = (
-        options.methods.split(";")
-        if options.methods
-        else [m for m in checkouts["new"].methods if m in checkouts["old"].methods]
-    )
-    rows = []
+    known = [m for m in checkouts["new"].methods if m in checkouts["old"].methods]
+    methods = options.methods.split(";") if options.methods else known
     for length in map(int, options.lengths.split(",")):
         for is_causal, which in CELLS:
             for method in ["sdpa", *methods]:
@@ -95,35 +111,26 @@ def main() -> None:
                 able = [side.ask("prepare", *cell) for side in checkouts.values()]  # both, so that both are ready
                 if not all(able):
                     continue
-                ratios, times = [], []
                 for _ in range(options.rounds):
-                    order = random.sample(list(checkouts), 2)
-                    taken = {name: checkouts[name].ask("time", *cell) for name in order}
-                    ratios.append(taken["new"] / taken["old"])
-                    times.append(taken["new"])
-                ratios.sort()
-                times.sort()
-                row = {
-                    "method": method,
-                    "length": length,
-                    "is_causal": is_causal,
-                    "pass": which,
-                    "ratio": statistics.median(ratios),
-                    "low": ratios[len(ratios) // 10],
-                    "high": ratios[-1 - len(ratios) // 10],
-                    "seconds": statistics.median(times),
-                }
-                rows.append(row)
-                direction = "causal" if is_causal else "bidirectional"
-                interval = f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
-                print(
-                    f"{method:20} {length:6} {direction:13} {which:9} {interval}, {1000 * times[len(times) // 2]:.2f} ms",
-                    flush=True,
-                )
+                    taken = {name: checkouts[name].ask("time", *cell) for name in random.sample(list(checkouts), 2)}
+                    cells.setdefault(cell, []).append((taken["old"], taken["new"]))
     for side in checkouts.values():
         side.close()
-    if options.out:
-        options.out.write_text(json.dumps({"lengths": options.lengths, "rounds": options.rounds, "cells": rows}, indent=1))
+
+
+def _row(cell: Cell, times: Times) -> dict[str, Any]:
+    ratios = sorted(new / old for old, new in times)
+    method, length, is_causal, which = cell
+    return {
+        "method": method,
+        "length": length,
+        "is_causal": is_causal,
+        "pass": which,
+        "ratio": statistics.median(ratios),
+        "low": ratios[len(ratios) // 10],
+        "high": ratios[-1 - len(ratios) // 10],
+        "seconds": statistics.median(new for _, new in times),
+    }
 
 
 if __name__ == "__main__":
