@@ -29,6 +29,7 @@ from tests.soak.shrinking import shrunk
 COUNT = 100_000
 SECONDS = 120
 THREADS = 4
+FUSED_UNITS = 20.0  # the exponential of PyTorch's fused attention in float32 is right to 20 units in the last place (`exp_u20`)
 MEMORY = 12 * 2**30  # of a worker: a call that asks for more fails here, and does not take the machine down
 UNLIMITED = "SOAK_UNLIMITED_MEMORY"  # set for sanitizers, which reserve terabytes of addresses
 
@@ -101,9 +102,7 @@ def may_refuse(spec: Spec) -> bool:
 
 # What depends on numbers or on two needs together, and therefore cannot stand in a record.
 BESIDE_THE_RECORD = (
-    lambda spec, m: (
-        m.info.name in ("performer", "hedgehog", "t2r", "hybrid") and (spec.scale or 1) <= 0 and spec.scale is not None
-    ),
+    lambda spec, m: m.info.name in ("performer", "hedgehog", "t2r", "hybrid") and spec.scale is not None and spec.scale <= 0,
     lambda spec, m: m.info.name == "linformer" and spec.keys > m.max_length,
     lambda spec, m: m.info.name == "longformer" and isinstance(m.dilation, tuple) and len(m.dilation) != spec.heads,
     lambda spec, m: m.info.name == "longformer" and spec.has_global_mask and spec.pieces is not None,
@@ -274,6 +273,15 @@ def compiled(prepared: Prepared) -> Tensor:
     )
 
 
+def is_fused(prepared: Prepared) -> bool:
+    """Whether PyTorch's fused attention takes part."""
+    engine, spec = prepared.mechanism.info.engine, prepared.spec
+    has_global_rows = getattr(prepared.mechanism, "global_projections", False)
+    return engine in ("dense", "low_rank") or (
+        engine in ("block_sparse", "bucketed") and (spec.pieces is not None or has_global_rows)
+    )
+
+
 class Evaluation:
     """The reference on the same numbers, with zeros in pads, in a precision of choice."""
 
@@ -282,6 +290,7 @@ class Evaluation:
         is_half = prepared.dtype.itemsize < 4
         # A choice is made in the precision of the sums, so that is where the reference must make it, too.
         self.precision = torch.float32 if is_half and prepared.spec.mechanism in choices.CHOOSING else prepared.dtype
+        self.units = FUSED_UNITS if self.precision == torch.float32 and is_fused(prepared) else 1.0
 
     def __call__(self, dtype: torch.dtype, seed: int | None = None) -> Results:
         p = self.prepared
@@ -297,11 +306,14 @@ class Evaluation:
             wrt |= {name: weights[name].requires_grad_() for name, _ in p.module.named_parameters()}
         options = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in p.options.items()}
         options.pop("dropout_p", None)
-        with RandomRounding(seed) if seed is not None else contextlib.nullcontext():
-            out = reference.attention(
-                p.mechanism, tensors["q"], tensors["k"], tensors["v"], weights=weights, hidden=tensors["hidden"], **options
-            )
-            grads = taken(out, wrt, p.target.to(dtype))
+        with RandomRounding(seed, self.units) if seed is not None else contextlib.nullcontext():
+            try:
+                out = reference.attention(
+                    p.mechanism, tensors["q"], tensors["k"], tensors["v"], weights=weights, hidden=tensors["hidden"], **options
+                )
+                grads = taken(out, wrt, p.target.to(dtype))
+            except torch.linalg.LinAlgError:  # no singular values of what has overflowed
+                out, grads = p.target * torch.nan, {name: x.detach() * torch.nan for name, x in wrt.items()}
         found = {"out": cleaned(p, out), **grads}
         # The result is rounded to the precision of the call, whatever it was computed in.
         return {name: x if dtype == torch.float64 else x.to(p.dtype) for name, x in found.items()}

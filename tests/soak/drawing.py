@@ -9,6 +9,7 @@ import random
 import sys
 import types
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from subquad import reference
@@ -116,6 +117,7 @@ class Spec:
         }
 
 
+@cache
 def names() -> list[str]:
     """The mechanisms that have a reference."""
     return [name for name in methods() if reference.covers(resolve(name))]
@@ -171,7 +173,7 @@ def draw(seed: int, index: int, among: list[str] | None = None) -> Spec:
         spec["compiler"] = "inductor" if index % INDUCTOR_EVERY == 0 else "aot_eager"
     spec["is_native"] = rng.random() < 0.9
     if rng.random() < 0.02 and not is_compiled:
-        spec["wrong"] = rng.choice(WRONG)
+        spec |= {"wrong": rng.choice(WRONG), "pieces": None, "saved_after": None, "together": None, "dropout_p": 0.0}
     if mechanism.shares_query_and_key:
         for what in ("strides", "magnitudes", "spikes"):
             spec[what] = {**spec[what], **({"q": spec[what]["k"]} if "k" in spec[what] else {})}
@@ -190,10 +192,13 @@ def made(name: str, options: dict[str, Any]) -> Mechanism:
         return default
 
 
+type_hints = cache(get_type_hints)
+
+
 def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
     """The defaults, or those that the contract is tested with; in half of the cases one or two of them at random."""
     cls = type(resolve(name))
-    hints = get_type_hints(cls)
+    hints = type_hints(cls)
     options = {**small(name), **rng.choice(({}, *variants(name)))} if rng.random() < 0.75 else {}
     if name == "linformer":
         options = {"max_length": 700, "rank": 16, **options}

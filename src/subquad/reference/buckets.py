@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,21 +48,23 @@ def routing(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, *, weight
 def _visible(query_bucket: Tensor, key_bucket: Tensor, chunk: int, *, is_causal: bool, real: Tensor, **_: Any) -> Tensor:
     """Who sees whom, except a token itself, from buckets (B, H, R, N): (B, H, N, N)."""
     batch, heads, rounds, length = query_bucket.shape
-    seen = torch.zeros(batch, heads, length, length, dtype=torch.bool, device=real.device)
+    pairs = set()
     for b in range(batch):
-        tokens = [t for t in range(length) if real[b, t]]
+        tokens = real[b].nonzero().squeeze(1).tolist()
         for h in range(heads):
             for r in range(rounds):
                 qs, ks = query_bucket[b, h, r].tolist(), key_bucket[b, h, r].tolist()
                 ordered = sorted((ks[t], t) for t in tokens)
                 for i in tokens:
-                    place = sum(entry < (qs[i], i) for entry in ordered)
+                    place = bisect_left(ordered, (qs[i], i))  # how many stand before it
                     if is_causal:
                         near = range(max(place - chunk, 0), place)
                     else:
                         near = range(max(place // chunk - 1, 0) * chunk, min((place // chunk + 1) * chunk, len(ordered)))
-                    for bucket, j in (ordered[slot] for slot in near):
-                        seen[b, h, i, j] |= bucket == qs[i] and i != j
+                    pairs.update((b, h, i, j) for bucket, j in (ordered[slot] for slot in near) if bucket == qs[i] and i != j)
+    seen = torch.zeros(batch, heads, length, length, dtype=torch.bool, device=real.device)
+    if pairs:
+        seen[tuple(torch.tensor(sorted(pairs), device=real.device).T)] = True
     return seen
 
 
