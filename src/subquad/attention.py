@@ -241,7 +241,7 @@ def _random_buffers(
 
     `keep` is False for fake tensors, which must not be reused by a later real call.
     """
-    draw = _draw if keep else _draw.__wrapped__
+    draw = _draw_once if keep else _draw
     return draw(mechanism, Sizes(heads, kv_heads, head_dim, value_dim), device, dtype)
 
 
@@ -255,9 +255,12 @@ _random_buffers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 described._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@lru_cache(maxsize=64)
 def _draw(mechanism: Mechanism, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: _cast(drawn, device, dtype) for name, drawn in mechanism.buffers(sizes).items()}
+
+
+# Buffers that were drawn in inference mode could not be saved for a backward pass later.
+_draw_once = lru_cache(maxsize=64)(torch.inference_mode(False)(_draw))
 
 
 def _cast(drawn: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -149,11 +149,12 @@ class Prepared:
     def take_gradients(self) -> list[str]:
         """Make the chosen tensors leaves; their names."""
         names = [x for x in ("q", "k", "v", "hidden") if x in self.spec.grad and getattr(self, x) is not None]
-        if self.is_shared and "q" in names:
+        is_shared = self.is_shared
+        if is_shared and "q" in names:
             names = ["k", *(x for x in names if x not in ("q", "k"))]
         for name in names:
             setattr(self, name, getattr(self, name).detach().requires_grad_())
-        if self.mechanism.shares_query_and_key and "k" in names:
+        if is_shared:
             self.q = self.k
         self.module.requires_grad_("weights" in self.spec.grad)
         return names

@@ -48,7 +48,7 @@ def routing(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, *, weight
 def _visible(query_bucket: Tensor, key_bucket: Tensor, chunk: int, *, is_causal: bool, real: Tensor, **_: Any) -> Tensor:
     """Who sees whom, except a token itself, from buckets (B, H, R, N): (B, H, N, N)."""
     batch, heads, rounds, length = query_bucket.shape
-    pairs = set()
+    pairs: set[tuple[int, int, int, int]] = set()
     for b in range(batch):
         tokens = real[b].nonzero().squeeze(1).tolist()
         for h in range(heads):

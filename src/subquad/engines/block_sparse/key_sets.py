@@ -222,11 +222,17 @@ def pad_to(x: Tensor, size: int, dim: int) -> Tensor:
 def _cached(build: Callable[..., tuple[Tile, ...]], x: Tokens, key_set: KeySet, length: int) -> tuple[Tile, ...]:
     """The tiles for a length, built once; those of a traced call or of fake tensors are not cached."""
     is_cached = type(x.query) is Tensor and not torch.compiler.is_compiling()
-    build = build if is_cached else build.__wrapped__  # type: ignore[attr-defined]
-    return build(key_set, length, x.query.dtype, x.query.device)
+    return (_build_once if is_cached else _build)(build, key_set, length, x.query.dtype, x.query.device)
 
 
-@lru_cache(maxsize=256)
+def _build(build: Callable[..., tuple[Tile, ...]], *arguments: object) -> tuple[Tile, ...]:
+    return build(*arguments)
+
+
+# A mask that was made in inference mode could not be saved for a backward pass later.
+_build_once = lru_cache(maxsize=768)(torch.inference_mode(False)(_build))
+
+
 def _window_tiles(window: Window, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
     """Blocks of queries, each with the keys from `before` its first query to `after` its last one."""
     before = length - 1 if window.before is None else min(window.before, length - 1)
@@ -246,7 +252,6 @@ def _rows_per_block(width: int) -> int:
     return 192 if width >= 384 else 64
 
 
-@lru_cache(maxsize=256)
 def _block_tiles(blocks: Blocks, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
     size = min(blocks.size, length)
     before, after = (0, 0) if size == length else (blocks.before * size, blocks.after * size)
@@ -284,7 +289,6 @@ def _sliding_blocks(rows: int, before: int, after: int, length: int, mask: Tenso
     return tuple(found)
 
 
-@lru_cache(maxsize=256)
 def _end_tiles(ends: BlockEnds, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
     size, whole, tail = ends.size, length // ends.size, length % ends.size
     block = _end_positions(length, size, ends.count, device) // size

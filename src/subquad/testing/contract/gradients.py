@@ -62,6 +62,17 @@ class Gradients(Contract):
         for is_causal in case.directions:
             assert_gradients_close(*gradients(case, inputs(length, grad=True), is_causal=is_causal))
 
+    def test_gradients_after_inference(self, case: Case) -> None:
+        """Nothing that a call in inference mode leaves behind stops a later one from being trained."""
+        length = 43  # of no other test
+        case.module_for(inputs(length))  # its parameters are normal tensors
+        for is_causal in case.directions:
+            run = case.run if case.why_not(functional=True) else case.function
+            with torch.inference_mode():
+                run(inputs(length), is_causal=is_causal)
+            x = inputs(length, grad=True)
+            torch.autograd.grad(run(x, is_causal=is_causal).sum(), [*x], allow_unused=True)
+
 
 class UsualSizes(Contract):
     """1, 2. With 16 channels, which fill whole vectors: compiled kernels read and write them in place, without a copy."""
