@@ -1,3 +1,7 @@
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 
@@ -53,6 +57,67 @@ def test_appending_copies_seldom():
         moves += state.tensors["key"].rows.data_ptr() != seen
         seen = state.tensors["key"].rows.data_ptr()
     assert moves < 15
+
+
+THREADS = 8
+
+
+@pytest.fixture
+def at_once():
+    """Calls a function for each item, all at once, and returns the results; threads take turns as often as they can."""
+    start, interval = Barrier(THREADS), sys.getswitchinterval()
+
+    def run(function, items):
+        def together(item):
+            start.wait()
+            return function(item)
+
+        return list(pool.map(together, items))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        sys.setswitchinterval(1e-6)
+        yield run
+        sys.setswitchinterval(interval)
+
+
+def test_rows_are_claimed_before_they_are_written(monkeypatch):
+    first = GrowingTensor(torch.zeros(1, 0, 3)).append(torch.ones(1, 4, 3), recorded=False)
+    copy, others = torch.Tensor.copy_, []
+
+    def slow_copy(self, source):
+        """Meanwhile, somebody else appends."""
+        if not others:
+            others.append(None)
+            others[0] = first.append(torch.full((1, 1, 3), 5.0), recorded=False)
+        return copy(self, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", slow_copy)
+    second = first.append(torch.full((1, 1, 3), 2.0), recorded=False)
+    assert second.rows[0, :, 0].tolist() == [1, 1, 1, 1, 2]
+    assert others[0].rows[0, :, 0].tolist() == [1, 1, 1, 1, 5]
+
+
+def test_threads_that_append_to_one_tensor_get_rows_of_their_own(at_once):
+    for _ in range(200):
+        first = GrowingTensor(torch.zeros(1, 0, 2**14)).append(torch.full((1, 4, 2**14), -1.0), recorded=False)
+        grown = at_once(
+            lambda i, first=first: first.append(torch.full((1, 2, 2**14), float(i)), recorded=False), range(THREADS)
+        )
+        assert [t.rows[0, :, 0].tolist() for t in grown] == [[-1.0] * 4 + [i] * 2 for i in range(THREADS)]
+
+
+@pytest.mark.parametrize(
+    "method", ["softmax", sq.Local(window=5), sq.Pooled(stride=3, window=2), sq.Routing(clusters=3, chunk=4)]
+)
+@torch.no_grad()
+def test_threads_that_continue_one_state_do_not_disturb_each_other(method, at_once):
+    prompt, tokens = torch.randn(1, 4, 40, 64), torch.randn(THREADS, 1, 4, 5, 64)
+    whole = torch.stack([call(method, torch.cat([prompt, x], dim=2))[0][:, :, 40:] for x in tokens])
+    for _ in range(60):
+        _, state = call(method, prompt[:, :, :30])
+        _, state = call(method, prompt[:, :, 30:], state)  # with room for more rows
+        found = at_once(lambda x, state=state: call(method, x, state)[0], tokens)
+        torch.testing.assert_close(torch.stack(found), whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

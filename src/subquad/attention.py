@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from subquad import checks
+from subquad.engines import state_spec
 from subquad.engines.call import Call
+from subquad.engines.state_spec import StateSpec
 from subquad.errors import InputError, OptionError
 from subquad.families.base import Mechanism, Sizes
 from subquad.families.recomputation import BufferHistory, is_recomputing
 from subquad.registry import require, resolve
-from subquad.state import State
+from subquad.state import State, checked, is_checked
 
 
 def attention(
@@ -208,15 +210,18 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
     checks.call(call)
     require(mechanism, (*call.needs, *needs))
     checks.shared_query_and_key(mechanism, call.query, call.key)
+    call = _resolved(call)
     method = described(mechanism, call.scale)
     if call.state is not None:
         checks.state(call.state, method, call.key, call.value)
+        if not is_checked(call.state):
+            _check_tensors(call.state, mechanism.state_spec(call))
     with _without_autocast(call.query.device):
         out, tensors = mechanism.run(call)
     if not call.return_state:
         return out
     assert tensors is not None
-    return out, State(
+    state = State(
         method=method,
         kv_heads=call.key.shape[1],
         head_dim=call.key.shape[3],
@@ -225,6 +230,24 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
         length=call.seen + call.key.shape[2],
         tensors=tensors,
     )
+    return out, checked(state)
+
+
+def _resolved(call: Call) -> Call:
+    """The call without lazy views such as `z.conj().imag`: their memory has the opposite signs, and kernels read memory."""
+    given = (call.query, call.key, call.value, call.attn_mask, call.hidden, *call.weights.values())
+    if torch.compiler.is_compiling() or not any(x is not None and x.is_neg() for x in given):
+        return call
+    tensors: dict[str, Any] = {name: x.resolve_neg() for name, x in vars(call).items() if isinstance(x, Tensor)}
+    return replace(call, **tensors, weights={name: x.resolve_neg() for name, x in call.weights.items()})
+
+
+def _check_tensors(state: State, expected: StateSpec | None) -> None:
+    """Check a state that no call has returned, once; in a traced call, which reads no numbers, every time."""
+    if expected is not None:
+        state_spec.check(state, expected)
+    if not torch.compiler.is_compiling():
+        checked(state)
 
 
 def _random_buffers(

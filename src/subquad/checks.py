@@ -11,7 +11,7 @@ from torch import Tensor
 from subquad.engines.call import Call
 from subquad.errors import InputError, StateError, closest
 from subquad.families.base import Mechanism
-from subquad.state import State
+from subquad.state import State, is_checked, require_plausible
 
 _OPTIONS = tuple(f.name for f in fields(Call) if f.name not in ("query", "key", "value", "weights", "hidden"))
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -92,6 +92,8 @@ def call(call: Call) -> None:
     """Everything else in a call, except whether its state can be continued."""
     flag("is_causal", call.is_causal)
     flag("return_state", call.return_state)
+    if call.state is not None:
+        plausible_state(call.state)
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.is_causal and queries != keys:
         raise InputError(
@@ -102,8 +104,6 @@ def call(call: Call) -> None:
         raise InputError("a decode state needs causal attention; got is_causal=False. Pass is_causal=True.")
     padding(call.key_padding_mask, (call.key.shape[0], keys), call.key.device)
     globals_(call.global_mask, (call.key.shape[0], keys), call.key.device)
-    if call.state is not None and not isinstance(call.state, State):
-        raise StateError(f"state must be a State that an earlier call returned, or None; got {type(call.state).__name__}.")
     attn_mask(call.attn_mask, call.query, call.seen + keys)
     scale(call.scale)
     dropout(call.dropout_p, "dropout_p")
@@ -186,10 +186,16 @@ def state(state: State, method: str, key: Tensor, value: Tensor) -> None:
         )
 
 
-def state_owner(state: State, method: str, x: Tensor) -> None:
-    """Whether `state` was made by this method, for the batch size and device of x."""
+def plausible_state(state: State) -> None:
+    """Whether `state` is one at all."""
     if not isinstance(state, State):
         raise StateError(f"state must be a State that an earlier call returned, or None; got {type(state).__name__}.")
+    if not is_checked(state):
+        require_plausible(state)
+
+
+def state_owner(state: State, method: str, x: Tensor) -> None:
+    """Whether `state` was made by this method, for the batch size and device of x."""
     if state.method != method:
         raise StateError(
             f"a state must be continued by the method that made it, {state.method}; got {method}. "

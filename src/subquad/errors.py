@@ -49,6 +49,15 @@ def closest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
 
 
+def shown(value: object) -> str:
+    """`value` as a message shows it: not all of what is very long, and never an error of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # such as that of an integer with more than 4300 digits
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def load_extra(extra: str, what: str, *modules: str) -> list[Any]:
     """Import the modules; if one is missing, raise an error that names the extra that `what` needs."""
     try:

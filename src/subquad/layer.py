@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from subquad import checks
 from subquad.attention import MechanismModule, described
+from subquad.engines import state_spec
+from subquad.engines.state_spec import TensorSpec
 from subquad.errors import InputError
 from subquad.families.base import Mechanism
 from subquad.registry import require
 from subquad.rotary import cos_sin, positions, rotate_by
-from subquad.state import State
+from subquad.state import State, derived, is_checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +164,7 @@ class Attention(nn.Module):
         out, new = out if return_state else (out, None)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))  # (B, N, dim)
         if after is not None and new is not None:
-            new = replace(new, method=self._method, tensors={**new.tensors, "position": after})
+            new = derived(new, method=self._method, tensors={**new.tensors, "position": after})
         return (out, new) if return_state else out
 
     def read(self, source: Tensor, key_padding_mask: Tensor | None = None) -> Source:
@@ -198,11 +200,15 @@ class Attention(nn.Module):
         """The state of the mechanism without the position, and the position (B,) of the next token of each row."""
         if state is None:
             return None, torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        checks.plausible_state(state)
         checks.state_owner(state, self._method, x)
-        tensors = dict(state.tensors)
-        start = tensors.pop("position")
+        start = state.tensors.get("position")
+        if not is_checked(state):
+            own = {} if start is None else {"position": start}
+            state_spec.check(replace(state, tensors=own), {"position": TensorSpec((), torch.int64, range=(0, state.length))})
         assert isinstance(start, Tensor)
-        return replace(state, method=described(self.mechanism.method, self.scale), tensors=tensors), start
+        tensors = {name: tensor for name, tensor in state.tensors.items() if name != "position"}
+        return derived(state, method=described(self.mechanism.method, self.scale), tensors=tensors), start
 
     def extra_repr(self) -> str:
         return f"rotary={self.rotary}, dropout={self.dropout}, scale={self.scale}"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from subquad.errors import StateError
+from subquad.errors import StateError, shown
 
 
 class GrowingTensor:
@@ -42,27 +43,36 @@ class GrowingTensor:
             return GrowingTensor(torch.cat([old, new], dim=-2))
         length = self.length + new.shape[-2]
         grown = GrowingTensor.__new__(GrowingTensor)
-        grown._buffer = self._buffer if self._buffer.has_room(self.length, length) else _Buffer.copy(old, length)
+        grown._buffer = self._buffer if self._buffer.claim(self.length, length) else _Buffer.copy(old, length)
         grown._buffer.rows.narrow(-2, self.length, new.shape[-2]).copy_(new)
-        grown._buffer.filled = grown.length = length
+        grown.length = length
         return grown
 
 
-@dataclass(eq=False)
 class _Buffer:
-    rows: Tensor
-    filled: int
+    """Rows, of which the first are in use."""
 
-    def has_room(self, start: int, end: int) -> bool:
-        """Whether rows `start` to `end` are free."""
-        writable = torch.is_inference_mode_enabled() or not self.rows.is_inference()
-        return self.filled == start and end <= self.rows.shape[-2] and writable
+    def __init__(self, rows: Tensor, used: int) -> None:
+        self.rows = rows
+        self._free = [used]  # the first free row; empty while a thread claims rows
+
+    def claim(self, start: int, end: int) -> bool:
+        """Take the rows `start` to `end`, if they are free; of several threads that try, one gets them."""
+        if end > self.rows.shape[-2] or (self.rows.is_inference() and not torch.is_inference_mode_enabled()):
+            return False
+        try:
+            free = self._free.pop()  # atomic, and unlike a lock never left behind in a forked process
+        except IndexError:
+            return False
+        self._free.append(end if free == start else free)
+        return free == start
 
     @staticmethod
     def copy(old: Tensor, length: int) -> _Buffer:
+        """The rows `old`, with room for `length` and more, all of which is claimed."""
         room = old.new_empty(*old.shape[:-2], max(length, 16, length * 3 // 2), old.shape[-1])
         room.narrow(-2, 0, old.shape[-2]).copy_(old)
-        return _Buffer(room, old.shape[-2])
+        return _Buffer(room, length)
 
 
 StateTensors = dict[str, Tensor | GrowingTensor]
@@ -72,11 +82,14 @@ StateTensors = dict[str, Tensor | GrowingTensor]
 class State:
     """What one sequence, or a batch of them, leaves behind for the next token.
 
+    `attention` and the modules make states. One that was made in another way, such as by `from_state_dict`, is checked when it
+    is first continued.
+
     Args:
         method: the mechanism with its options, as text; no other mechanism may continue this state.
         kv_heads, head_dim, value_dim, dtype: of the keys and values seen.
         length: tokens seen, pads included.
-        tensors: what the mechanism keeps, batch first.
+        tensors: what the mechanism keeps, batch first; read-only.
     """
 
     method: str
@@ -85,7 +98,15 @@ class State:
     value_dim: int
     dtype: torch.dtype
     length: int
-    tensors: StateTensors = field(repr=False)
+    tensors: Mapping[str, Tensor | GrowingTensor] = field(repr=False)
+    _is_checked: bool = field(default=False, init=False, repr=False)  # not copied by `replace`
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tensors, Mapping):
+            object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new, ({**{name: getattr(self, name) for name in _PLAIN}, "tensors": dict(self.tensors)},)
 
     @property
     def batch(self) -> int:
@@ -145,19 +166,84 @@ class State:
                 f"a saved state has the entries {', '.join(_PLAIN)} and tensors; got {came}. "
                 "Pass what State.state_dict() returned."
             )
-        return cls(**{**saved, "tensors": dict(saved["tensors"])})
+        state = cls(**saved)
+        require_plausible(state)
+        return state._map(Tensor.resolve_neg)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> State:
         changed = {
             name: change(tensor) if isinstance(tensor, Tensor) else GrowingTensor(change(tensor.rows))
             for name, tensor in self.tensors.items()
         }
-        return replace(self, tensors=changed)
+        return derived(self, tensors=changed)
 
 
 _PLAIN = ("method", "kv_heads", "head_dim", "value_dim", "dtype", "length")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def rows(tensor: Tensor | GrowingTensor) -> Tensor:
     """What a state holds under one name, as a plain tensor."""
     return tensor if isinstance(tensor, Tensor) else tensor.rows
+
+
+def is_checked(state: State) -> bool:
+    """Whether its tensors are known to be what its method keeps, because a call returned it or because they were checked."""
+    return state._is_checked
+
+
+def checked(state: State) -> State:
+    """`state`, marked as checked."""
+    object.__setattr__(state, "_is_checked", True)
+    return state
+
+
+def derived(state: State, **changes: Any) -> State:
+    """`state` with changes that leave it as sound as it was, so that it needs no other check."""
+    new = replace(state, **changes)
+    return checked(new) if state._is_checked else new
+
+
+def require_plausible(state: State) -> None:
+    """What holds for the states of all methods: kinds of values, and one batch size and device."""
+    _require(state, "method", "text", isinstance(state.method, str))
+    for name in ("kv_heads", "head_dim", "value_dim"):
+        _require(state, name, "an integer from 1 to 2**31 - 1", _is_integer(getattr(state, name), 1))
+    _require(
+        state, "dtype", "float16, bfloat16, float32 or float64", isinstance(state.dtype, torch.dtype) and state.dtype in _DTYPES
+    )
+    _require(state, "length", "an integer from 0 to 2**31 - 1", _is_integer(state.length, 0))
+    if not isinstance(state.tensors, Mapping) or not state.tensors:
+        raise StateError(f"the tensors of a state must be a dictionary of at least one; got {shown(state.tensors)}. {REPAIR}")
+    first = None
+    for name, tensor in state.tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, (Tensor, GrowingTensor)):
+            raise StateError(f"a state maps names to tensors; got {shown(name)} and {type(tensor).__name__}. {REPAIR}")
+        found = rows(tensor)
+        if found.layout != torch.strided or found.is_nested or not found.dim():
+            raise StateError(
+                f"the tensor {name!r} of a state must be dense, with the batch as its first dimension; "
+                f"got {tuple(found.shape)} {found.layout}. {REPAIR}"
+            )
+        first = found if first is None else first
+        if found.shape[0] != first.shape[0] or found.device != first.device:
+            raise StateError(
+                f"the tensors of a state must have one batch size and one device, {first.shape[0]} and {first.device}; "
+                f"got {found.shape[0]} and {found.device} in {name!r}. {REPAIR}"
+            )
+
+
+REPAIR = "Pass a state as a call returned it, or to from_state_dict what its state_dict() returned."
+
+
+def _require(state: State, name: str, rule: str, holds: bool) -> None:
+    if not holds:
+        raise StateError(f"{name} of a state must be {rule}; got {shown(getattr(state, name))}. {REPAIR}")
+
+
+def _is_integer(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
+
+
+def _new(fields: dict[str, Any]) -> State:
+    return State(**fields)

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines import dense
+from subquad.engines import dense, token_buffer
 from subquad.engines.block_sparse import softmax
 from subquad.engines.block_sparse.key_sets import Blocks, Tokens
 from subquad.engines.call import Call
+from subquad.engines.state_spec import StateSpec, TensorSpec
 from subquad.engines.token_buffer import append_rows, drop_rows, steps
 from subquad.masks import zero_pads
 from subquad.ops import bucketed as compiled
@@ -34,7 +35,7 @@ from subquad.ops.precision import needs_gradient
 from subquad.ops.tiles import MASKED, Tile, TileGroup
 from subquad.state import StateTensors, rows
 
-__all__ = ["Rule", "attend"]
+__all__ = ["Rule", "attend", "state_spec"]
 
 
 def attend(call: Call, query_bucket: Tensor, key_bucket: Tensor, rule: Rule) -> tuple[Tensor, StateTensors | None]:
@@ -53,6 +54,16 @@ def attend(call: Call, query_bucket: Tensor, key_bucket: Tensor, rule: Rule) -> 
     start = torch.zeros(call.key.shape[0], dtype=torch.int64, device=call.key.device)
     state = _append_tokens({"count": start}, call, key_bucket)
     return out, _drop_unseen(state, rule, call.key.shape[2])
+
+
+def state_spec(call: Call, rule: Rule) -> StateSpec:
+    """The tensors of a state after `call.seen` tokens; its count includes pads."""
+    spec = token_buffer.state_spec(call)
+    return {
+        **spec,
+        "count": TensorSpec((), torch.int64, range=(call.seen, call.seen)),
+        "bucket": TensorSpec((*spec["number"].shape[:2], rule.rounds), torch.int64, range=(0, rule.buckets - 1)),
+    }
 
 
 def _attend_sequence(call: Call, query_bucket: Tensor, key_bucket: Tensor, rule: Rule) -> Tensor:

@@ -43,8 +43,8 @@ class Call:
 
     @property
     def past(self) -> StateTensors | None:
-        """The tensors of the state."""
-        return None if self.state is None else self.state.tensors
+        """The tensors of the state, in a dictionary to change."""
+        return None if self.state is None else dict(self.state.tensors)
 
     @property
     def softmax_scale(self) -> float:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.call import Call
+from subquad.engines.state_spec import StateSpec, TensorSpec
 from subquad.masks import causal, zero_pads
 from subquad.ops.precision import compute_dtype, needs_gradient, upcast
 from subquad.state import GrowingTensor, StateTensors
@@ -40,6 +41,16 @@ def attend(call: Call) -> tuple[Tensor, StateTensors | None]:
         mask = _both(mask, causal(queries, keys, query.device))
     out = _fused(query, key, value, mask, scale=call.scale, dropout_p=call.dropout_p, is_causal=is_aligned)
     return out, state if call.return_state else None
+
+
+def state_spec(call: Call) -> StateSpec:
+    """The tensors of a state after `call.seen` tokens; it has a mask if any call had one."""
+    kv_heads, seen, dtype = call.key.shape[1], call.seen, call.key.dtype
+    return {
+        "key": TensorSpec((kv_heads, seen, call.key.shape[3]), dtype),
+        "value": TensorSpec((kv_heads, seen, call.value.shape[3]), dtype),
+        "mask": TensorSpec((1, seen, 1), torch.bool, is_optional=True),
+    }
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:

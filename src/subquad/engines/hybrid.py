@@ -17,7 +17,8 @@ Cost: O(N (C + window) (D + m + Dv) + N m Dv) time, and one (m, Dv) sum per chun
 chunk, with no keys outside its span.
 
 A decode state keeps the last `window` keys and values, and the sums over all keys before them. The kept keys stand in front of
-those of the tokens that continue it. Positions count real tokens only; the queries of pads give 0.
+those of the tokens that continue it. A window that is longer than the sequence costs no more than the sequence. Positions count
+real tokens only; the queries of pads give 0.
 
 B batch, H query heads, K key-value heads, G = H / K query heads per key-value head, n tokens, L keys with those of the state, D
 channels, Dv value channels, m features, c chunks of C tokens, W keys of a chunk's span.
@@ -35,14 +36,16 @@ from torch import Tensor
 from subquad.engines.call import Call
 from subquad.engines.chunk_weights import CHUNK
 from subquad.engines.kernelized import scan
+from subquad.engines.state_spec import Rows, StateSpec, TensorSpec
 from subquad.masks import put_back, real_first, take_tokens, zero_pads
 from subquad.ops.feature_map import FeatureMap
 from subquad.ops.kernelized import Sums
-from subquad.ops.precision import needs_gradient, upcast
+from subquad.ops.precision import compute_dtype, needs_gradient, upcast
 from subquad.state import StateTensors
 
 _PIECE_PAIRS = 2**20  # query-key pairs processed at a time, if autograd records nothing
 _SHORT = 256  # the longest sequence whose pairs may all be processed at a time
+_ROOM = 256  # the room of a state grows by as many rows, up to the window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +103,26 @@ def attend(call: Call, rule: HybridRule) -> tuple[Tensor, StateTensors | None]:
         query, key, value = (take_tokens(x, order) for x in (query, key, value))
     span = CHUNK + rule.window * (1 if call.is_causal else 2)
     is_short = past is None and not call.return_state and key.shape[2] <= min(span, _SHORT)
-    capacity = 0 if is_short else rule.window if call.return_state else min(rule.window, key.shape[2])
-    state: Sums = dict(past or _empty_state(key, value, rule, capacity))  # type: ignore[arg-type]
+    capacity = 0 if is_short else min(rule.window, key.shape[2])
+    if past is not None or call.return_state:
+        capacity = min(rule.window, _ROOM * ((call.seen + key.shape[2]) // _ROOM + 1))
+    state = _empty_state(key, value, rule, capacity) if past is None else _with_room(dict(past), capacity)  # type: ignore[arg-type]
     keys = _join(state, key, value, real, rule)
     out = _output(query, keys, None if is_short else state["S"], rule, call.is_causal)
     if order is not None:
         out = put_back(out.masked_fill(~real[:, None, :, None], 0), order)
     return out.to(query.dtype), _next_state(state, keys, real, mask is not None) if call.return_state else None
+
+
+def state_spec(call: Call, rule: HybridRule) -> StateSpec:
+    """See `_empty_state`."""
+    kv_heads, kept = call.key.shape[1], Rows(rule.window)
+    return {
+        "S": TensorSpec((kv_heads, rule.feature_map.features, call.value.shape[3] + 1), compute_dtype(call.value)),
+        "key": TensorSpec((kv_heads, kept, call.key.shape[3]), call.key.dtype),
+        "value": TensorSpec((kv_heads, kept, call.value.shape[3]), call.value.dtype),
+        "count": TensorSpec((), torch.int64, range=(0, min(rule.window, call.seen))),
+    }
 
 
 def _empty_state(key: Tensor, value: Tensor, rule: HybridRule, capacity: int) -> Sums:
@@ -121,6 +137,14 @@ def _empty_state(key: Tensor, value: Tensor, rule: HybridRule, capacity: int) ->
         "value": value.new_zeros(*heads, capacity, width),
         "count": torch.zeros(key.shape[0], dtype=torch.int64, device=key.device),
     }
+
+
+def _with_room(state: Sums, capacity: int) -> Sums:
+    """The state with room for at least `capacity` keys."""
+    more = capacity - state["key"].shape[2]
+    if more <= 0:
+        return state
+    return {**state, **{name: F.pad(state[name], (0, 0, more, 0)) for name in ("key", "value")}}
 
 
 def _join(state: Sums, key: Tensor, value: Tensor, real: Tensor, rule: HybridRule) -> _Keys:

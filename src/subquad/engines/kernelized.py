@@ -35,13 +35,14 @@ from subquad.engines.chunk_weights import (
     levelled_by_key,
     lowest,
 )
+from subquad.engines.state_spec import StateSpec, TensorSpec
 from subquad.errors import InputError
 from subquad.masks import zero_pads
 from subquad.ops import dispatch
 from subquad.ops import kernelized as compiled
 from subquad.ops.double_backward import recomputed_gradients
 from subquad.ops.kernelized import Inputs, KernelizedRule, Sums
-from subquad.ops.precision import needs_gradient, upcast
+from subquad.ops.precision import compute_dtype, needs_gradient, upcast
 from subquad.state import StateTensors
 
 # A long sequence is processed in pieces: small enough to stay in cache, large enough that calls into PyTorch cost little.
@@ -65,6 +66,18 @@ def attend(call: Call, rule: KernelizedRule) -> tuple[Tensor, StateTensors | Non
         else:
             out, sums, _ = compiled.forward(inputs, rule, sums, return_sums=call.return_state)
     return out.to(call.query.dtype), {**sums} if call.return_state else None
+
+
+def state_spec(call: Call, rule: KernelizedRule) -> StateSpec:
+    """The tensors of `Sums`."""
+    kv_heads, dtype = call.key.shape[1], compute_dtype(call.key)
+    spec = {"S": TensorSpec((kv_heads, rule.feature_map.features, call.value.shape[3] + rule.has_ones), dtype)}
+    _, b = rule.feature_map.key(rule.feature_map.project(upcast(call.key[:, :, :0])))
+    if b is not None:
+        spec["level"] = TensorSpec((kv_heads, 1, b.shape[-1]), dtype)
+    if rule.normalizer == "mean":
+        spec["count"] = TensorSpec((1, 1, 1), dtype, range=(0, call.seen))
+    return spec
 
 
 def _can_use_compiled(inputs: Inputs, rule: KernelizedRule, sums: Sums, return_state: bool) -> bool:

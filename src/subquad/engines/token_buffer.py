@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from subquad.engines.call import Call
+from subquad.engines.state_spec import Rows, TensorSpec
 from subquad.state import GrowingTensor, StateTensors, rows
 
 _STEP = 256  # tokens that continue a state at a time; their mask over all keys of the state stays small
@@ -28,6 +29,17 @@ def steps(call: Call) -> list[tuple[slice, Call]]:
         return [(slice(0, length), call)] if length else []
     pieces = [slice(start, min(start + _STEP, length)) for start in range(0, length, _STEP)]
     return [(piece, _tokens(call, piece)) for piece in pieces]
+
+
+def state_spec(call: Call) -> dict[str, TensorSpec]:
+    """What all these states have: keys and values with the numbers of their tokens, -1 for unused rows, and a count (B,)."""
+    kv_heads, kept, int64 = call.key.shape[1], Rows(call.seen), torch.int64
+    return {
+        "count": TensorSpec((), int64, range=(0, call.seen)),
+        "key": TensorSpec((kv_heads, kept, call.key.shape[3]), call.key.dtype),
+        "value": TensorSpec((kv_heads, kept, call.value.shape[3]), call.value.dtype),
+        "number": TensorSpec((kv_heads, kept, 1), int64, range=(-1, call.seen - 1)),
+    }
 
 
 def append_rows(state: StateTensors, new: Mapping[str, Tensor], *, recorded: bool) -> StateTensors:

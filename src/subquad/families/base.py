@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn
 from torch import Tensor
 
 from subquad.engines.call import Call
+from subquad.engines.state_spec import StateSpec
 from subquad.errors import OptionError, closest
 from subquad.state import StateTensors
 
@@ -131,6 +132,13 @@ class Mechanism(ABC):
     @abstractmethod
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         """The output (B, H, N, Dv) and, if `call.return_state`, the tensors of the new state."""
+
+    def state_spec(self, call: Call) -> StateSpec | None:
+        """The tensors of a state that `call` may continue: one of `call.seen` tokens. None if that is not known.
+
+        States that come from outside are checked against it before they are continued.
+        """
+        return None
 
     @property
     def refuses(self) -> Mapping[str, str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from subquad.engines import bucketed
 from subquad.engines.bucketed import Rule
 from subquad.engines.call import Call
+from subquad.engines.state_spec import StateSpec
 from subquad.families.base import Mechanism
 from subquad.state import StateTensors
 
@@ -45,3 +46,6 @@ class Bucketed(Mechanism):
         query_bucket = self.bucket_of(call.query, call)
         key_bucket = query_bucket if rule.shared else self.bucket_of(call.key, call)
         return bucketed.attend(self.scored(call), query_bucket, key_bucket, rule)
+
+    def state_spec(self, call: Call) -> StateSpec:
+        return bucketed.state_spec(self.scored(call), self.rule(call))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from subquad.engines import kernelized
 from subquad.engines.call import Call
+from subquad.engines.state_spec import StateSpec
 from subquad.families.base import Mechanism
 from subquad.ops.kernelized import KernelizedRule
 from subquad.state import StateTensors
@@ -37,3 +38,6 @@ class Kernelized(Mechanism):
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         return kernelized.attend(call, self.rule(call))
+
+    def state_spec(self, call: Call) -> StateSpec:
+        return kernelized.state_spec(call, self.rule(call))

@@ -13,6 +13,7 @@ from torch import Tensor
 from subquad.engines import block_sparse
 from subquad.engines.block_sparse import Layout
 from subquad.engines.call import Call
+from subquad.engines.state_spec import StateSpec
 from subquad.families.base import Info, Mechanism
 from subquad.state import StateTensors
 
@@ -41,6 +42,9 @@ class SparseMechanism(Mechanism):
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         return block_sparse.attend(call, self.layout(call))
+
+    def state_spec(self, call: Call) -> StateSpec:
+        return block_sparse.state_spec(call, self.layout(call))
 
 
 def halves(heads: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

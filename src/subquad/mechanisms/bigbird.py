@@ -147,7 +147,7 @@ class BigBird(SparseMechanism):
             samples = reservoir_samples(keys, min(self.random, total), total)  # (H, total + 1, r)
 
             def select(block: Tensor, heads: Tensor) -> Tensor:
-                sample = samples[heads, (block - side - first).clamp(min=0)]
+                sample = samples[heads, (block - side - first).clamp(0, total)]
                 return torch.where(sample < 0, -1, sample + first)
 
             return SelectedBlocks(self.block, self.random, side, select(block, heads)[None], select)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from subquad.engines import hybrid
 from subquad.engines.call import Call
+from subquad.engines.state_spec import StateSpec
 from subquad.families.base import Info, Mechanism, Sizes
 from subquad.families.feature_maps import (
     T2R_FEATURES,
@@ -90,10 +91,15 @@ class Hybrid(Mechanism):
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         require_positive_scale(call.scale, self.info.name)
-        rule = hybrid.HybridRule(
+        return hybrid.attend(call, self._rule(call))
+
+    def state_spec(self, call: Call) -> StateSpec:
+        return hybrid.state_spec(call, self._rule(call))
+
+    def _rule(self, call: Call) -> hybrid.HybridRule:
+        return hybrid.HybridRule(
             feature_map=self.learned_map.feature_map(call),
             log_mix=call.weights["log_mix"],
             scale=call.softmax_scale,
             window=self.window,
         )
-        return hybrid.attend(call, rule)

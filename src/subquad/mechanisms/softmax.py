@@ -14,6 +14,7 @@ from torch import Tensor
 
 from subquad.engines import dense
 from subquad.engines.call import Call
+from subquad.engines.state_spec import StateSpec
 from subquad.families.base import Info, Mechanism
 from subquad.state import StateTensors
 
@@ -39,3 +40,6 @@ class Softmax(Mechanism):
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         return dense.attend(call)
+
+    def state_spec(self, call: Call) -> StateSpec:
+        return dense.state_spec(call)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-from subquad.errors import InputError
+from subquad.errors import InputError, StateError
 from subquad.ops import native_call
 from subquad.ops.feature_map import FeatureMap, NativeKind
 
@@ -86,7 +86,13 @@ def forward(
     """The output (B, H, N, Dv), the sums after the last key, and the denominators (B, H, N)."""
     query, key, value = (native_call.as_rows(x) for x in inputs[:3])
     out = native_call.empty_rows(query, value.shape[3])
-    sums = _empty_sums(key, value, rule) if return_sums else {}
+    shapes = _sum_shapes(key, value, rule)
+    if past and {name: t.shape for name, t in past.items()} != shapes:  # the kernel would read other memory
+        found = {name: tuple(t.shape) for name, t in past.items()}
+        raise StateError(
+            f"the sums of a state must have the shapes {shapes}; got {found}. Do not resize the tensors of a state."
+        )
+    sums = {name: value.new_empty(shape) for name, shape in shapes.items()} if return_sums else {}
     denominators = query.new_empty(query.shape[:3]) if return_denominators else None
     pointers = _pointers(inputs, rule, past or {}, query)
     pointers["denominators"] = denominators
@@ -110,18 +116,18 @@ def backward(
     return d_query, d_key, d_value
 
 
-def _empty_sums(key: Tensor, value: Tensor, rule: KernelizedRule) -> Sums:
-    """Memory for the sums, not initialised."""
+def _sum_shapes(key: Tensor, value: Tensor, rule: KernelizedRule) -> dict[str, tuple[int, ...]]:
+    """The shapes of `Sums`."""
     feature_map, (batch, kv_heads) = rule.feature_map, key.shape[:2]
     assert feature_map.native is not None
-    sums = {"S": value.new_empty(batch, kv_heads, feature_map.features, value.shape[3] + rule.has_ones)}
+    shapes: dict[str, tuple[int, ...]] = {"S": (batch, kv_heads, feature_map.features, value.shape[3] + rule.has_ones)}
     if feature_map.native.kind == "exponential":
-        sums["level"] = key.new_empty(batch, kv_heads, 1, 1)
+        shapes["level"] = (batch, kv_heads, 1, 1)
     elif feature_map.native.kind == "softmax":
-        sums["level"] = key.new_empty(batch, kv_heads, 1, feature_map.features)
+        shapes["level"] = (batch, kv_heads, 1, feature_map.features)
     if rule.normalizer == "mean":
-        sums["count"] = key.new_empty(batch, 1, 1, 1)
-    return sums
+        shapes["count"] = (batch, 1, 1, 1)
+    return shapes
 
 
 def _pointers(inputs: Inputs, rule: KernelizedRule, past: Sums, like: Tensor) -> dict[str, Tensor | None]:

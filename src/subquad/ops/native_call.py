@@ -57,8 +57,11 @@ def call(
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x`, detached, in the precision to compute in, with adjacent channels; a copy only if that takes one."""
-    x = upcast(x.detach())
+    """`x`, detached, in the precision to compute in, with adjacent channels; a copy only if that takes one.
+
+    Gradients may be lazy views, whose memory has the opposite signs.
+    """
+    x = upcast(x.detach()).resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

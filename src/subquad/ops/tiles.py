@@ -141,7 +141,7 @@ class CompiledSoftmax(torch.autograd.Function):
         for group in groups:
             query, key, value = (advise_huge_pages(torch.empty_like(x)) for x in (group.query, group.key, group.value))
             grads.append({"d_query": query, "d_key": key.zero_(), "d_value": value.zero_()})
-        _call("tiles_backward", groups, grads, ctx.scale, {"out": out, "lse": lse, "grad": grad.contiguous()})
+        _call("tiles_backward", groups, grads, ctx.scale, {"out": out, "lse": lse, "grad": grad.contiguous().resolve_neg()})
         return None, None, None, *forbid_double_backward([g for found in grads for g in found.values()], [grad, *saved])
 
 

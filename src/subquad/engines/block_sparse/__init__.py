@@ -16,13 +16,14 @@ from torch import Tensor
 
 from subquad.engines import dense
 from subquad.engines.block_sparse import decoding, softmax
+from subquad.engines.block_sparse.decoding import state_spec
 from subquad.engines.block_sparse.layout import GlobalTokens, Layout
 from subquad.engines.block_sparse.plan import plan
 from subquad.engines.call import Call
 from subquad.masks import put_back, real_first, take_tokens, zero_pads
 from subquad.state import StateTensors
 
-__all__ = ["GlobalTokens", "Layout", "attend"]
+__all__ = ["GlobalTokens", "Layout", "attend", "state_spec"]
 
 
 def attend(call: Call, layout: Layout) -> tuple[Tensor, StateTensors | None]:

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines import dense
+from subquad.engines import dense, token_buffer
 from subquad.engines.block_sparse.layout import Layout
 from subquad.engines.block_sparse.segments import Segments
 from subquad.engines.call import Call
+from subquad.engines.state_spec import StateSpec
 from subquad.engines.token_buffer import append_rows, drop_rows, steps
 from subquad.ops.precision import needs_gradient
 from subquad.state import StateTensors, rows
@@ -32,6 +33,12 @@ def attend(call: Call, layout: Layout) -> tuple[Tensor, StateTensors]:
         seen += step.query.shape[2]
         state = _drop_unseen(state, layout, call.query.shape[1], seen)
     return torch.cat(outs, dim=2), state
+
+
+def state_spec(call: Call, layout: Layout) -> StateSpec:
+    """The tensors of a state after `call.seen` tokens."""
+    spec = token_buffer.state_spec(call)
+    return spec if layout.segments is None else {**spec, **layout.segments.state_spec(call)}
 
 
 def initial_state(call: Call, layout: Layout) -> StateTensors:

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.block_sparse.key_sets import KeySet, Tokens, pad_to
+from subquad.engines.call import Call
+from subquad.engines.state_spec import Rows, StateSpec, TensorSpec
 from subquad.engines.token_buffer import append_rows
-from subquad.ops.precision import needs_gradient, upcast
+from subquad.ops.precision import compute_dtype, needs_gradient, upcast
 from subquad.ops.tiles import Tile, TileGroup, additive_mask
 from subquad.state import StateTensors, rows
 
@@ -64,6 +66,15 @@ class Segments(KeySet):
             t.masked_fill(~real[:, None, ..., None], 0).sum(3) / count.clamp(min=1)[:, None, :, None] for t in (key, value)
         )
         return key, value, additive_mask(count > 0, key.dtype)
+
+    def state_spec(self, call: Call) -> StateSpec:
+        """The tensors that `append_complete` adds: the numbers of the segments, -1 for unused rows, and their means."""
+        kv_heads, kept, dtype = call.key.shape[1], Rows(call.seen + 1), compute_dtype(call.key)
+        return {
+            "segment": TensorSpec((kv_heads, kept, 1), torch.int64, range=(-1, call.seen // self.size - 1)),
+            "segment_key": TensorSpec((kv_heads, kept, call.key.shape[3]), dtype),
+            "segment_value": TensorSpec((kv_heads, kept, call.value.shape[3]), dtype),
+        }
 
     def append_complete(self, state: StateTensors, start: Tensor, new: int) -> StateTensors:
         """Append the segments that the last `new` tokens have completed; there were `start` (B,) tokens before them."""

@@ -1,0 +1,89 @@
+"""What the tensors of a decode state are. Each engine describes those that it keeps, and states from outside are checked.
+
+An engine reads the tensors of its states without another look, and compiled kernels read their memory. So a state that no call
+has returned must fit the description before anything reads it: names, shapes, precision and, for counts and positions, range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from subquad.errors import StateError
+from subquad.state import REPAIR, State, rows
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A number of rows from 0 to `most`, the same in all tensors that have this object in their shape."""
+
+    most: int
+
+    def __str__(self) -> str:
+        return f"at most {self.most} rows"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor of a state is.
+
+    Args:
+        shape: its sizes after the batch.
+        dtype: its precision.
+        range: the least and the largest of its numbers, for counts and positions; None for any.
+        is_optional: whether a state may lack it.
+    """
+
+    shape: tuple[int | Rows, ...]
+    dtype: torch.dtype
+    range: tuple[int, int] | None = None
+    is_optional: bool = False
+
+
+StateSpec = Mapping[str, TensorSpec]  # by the names in `State.tensors`
+
+
+def check(state: State, expected: StateSpec) -> None:
+    """Raise an error unless the tensors of `state` are as expected; their batch size and device are those of the state."""
+    missing = [name for name, spec in expected.items() if name not in state.tensors and not spec.is_optional]
+    unknown = [name for name in state.tensors if name not in expected]
+    if missing or unknown:
+        _refuse(state, f"has the tensors {', '.join(expected)}; got {', '.join(state.tensors)}")
+    lengths: dict[Rows, int] = {}
+    for name, held in state.tensors.items():
+        tensor, spec = rows(held), expected[name]
+        if tensor.is_neg():
+            _refuse(state, f"has no lazy views; got one as {name!r}")
+        if tensor.dtype != spec.dtype or not _has_shape(tensor, spec, lengths):
+            sizes = ", ".join(("batch", *map(str, spec.shape)))
+            shared = ", as many rows as the others" if any(isinstance(size, Rows) for size in spec.shape) else ""
+            _refuse(state, f"has {name!r} ({sizes}) {spec.dtype}{shared}; got {tuple(tensor.shape)} {tensor.dtype}")
+        if spec.range is not None and tensor.numel() and is_readable(tensor):
+            least, most = (x.item() for x in tensor.aminmax())
+            if not spec.range[0] <= least <= most <= spec.range[1]:
+                _refuse(state, f"has {name!r} from {spec.range[0]} to {spec.range[1]}; got {least} to {most}")
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the numbers in x are there to be read: not those of fake and meta tensors, nor in a traced call."""
+    return type(x) is Tensor and x.device.type != "meta" and not torch.compiler.is_compiling()
+
+
+def _has_shape(tensor: Tensor, spec: TensorSpec, lengths: dict[Rows, int]) -> bool:
+    """Compares with `lengths`, what the numbers of rows have been so far, and adds to them."""
+    if tensor.dim() != len(spec.shape) + 1:
+        return False
+    for size, expected in zip(tensor.shape[1:], spec.shape, strict=True):
+        if isinstance(expected, Rows):
+            if size > expected.most or size != lengths.setdefault(expected, size):
+                return False
+        elif size != expected:
+            return False
+    return True
+
+
+def _refuse(state: State, rule: str) -> None:
+    raise StateError(f"after {state.length} tokens, a state of {state.method} {rule}. {REPAIR}")
