@@ -69,7 +69,7 @@ class Segments(KeySet):
 
     def state_spec(self, call: Call) -> StateSpec:
         """The tensors that `append_complete` adds: the numbers of the segments, -1 for unused rows, and their means."""
-        kv_heads, kept, dtype = call.key.shape[1], Rows(call.seen + 1), compute_dtype(call.key)
+        kv_heads, kept, dtype = call.key.shape[1], Rows(2 * call.seen + 1), compute_dtype(call.key)
         return {
             "segment": TensorSpec((kv_heads, kept, 1), torch.int64, range=(-1, call.seen // self.size - 1)),
             "segment_key": TensorSpec((kv_heads, kept, call.key.shape[3]), dtype),
