@@ -2,14 +2,15 @@
 //
 // A panel of queries attends to its keys one block at a time. Scores are stored transposed, one row per key, so that keys are
 // read in place and a vector holds consecutive queries, each with its own largest score. Queries that see no key of a block are
-// skipped. Softmax is accumulated online; the backward pass recomputes the weights from the log-sum-exp (Dao et al., 2022,
-// arXiv:2205.14135).
+// skipped. Softmax is accumulated online; the backward pass recomputes the weights (Dao et al., 2022, arXiv:2205.14135). It
+// does so from the largest score and the sum, not from their log-sum-exp, where the sum is lost if scores are large.
 //
 // Z sequences, S subsequences of each, G query heads per key-value head, n queries, m keys, D channels, E value channels; N rows
 // of output.
 
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "common/view.h"
@@ -18,7 +19,8 @@ namespace subquad {
 
 constexpr Index PANEL = 96;  // queries
 constexpr Index BLOCK = 64;  // keys, at most
-constexpr double MASKED = -1e30, EMPTY = MASKED / 10;  // as in ops/tiles.py
+template <class T>
+constexpr T MASKED = -std::numeric_limits<T>::infinity();  // as in ops/tiles.py
 
 struct Tile {
     int64_t first_row, rows, blocks, first_column, column_step, columns, is_causal;
@@ -41,7 +43,7 @@ struct TilesCall {
     int64_t groups, length, channels, value_channels, threads;
     double scale;
     const TileGroup* group;
-    void *out, *top, *lse;  // (Z G, N, E), (Z G, N), (Z G, N)
+    void *out, *top, *sum;  // (Z G, N, E), (Z G, N), (Z G, N): the largest score, and sum e^(score - top); 0 and 0 if empty
     const void* grad;       // (Z G, N, E)
 };
 
@@ -70,6 +72,7 @@ struct Panel {
     PanelRange range = {};
     Matrix<T> query_copy, query_t, key_copy, value_copy, scores;
     Rows<T> query, key, value;
+    const Vector<T> NONE = Vector<T>{} + MASKED<T>;
 
     explicit Panel(const TilesCall& c)
         : call(c), D(c.channels), E(c.value_channels), query_copy(PANEL, D), query_t(D, PANEL), key_copy(BLOCK, D),
@@ -135,17 +138,16 @@ struct Panel {
                 false);
         for (Index j = 0; j < m; ++j) {
             T* to = scores[j];
-            T more = bias ? bias[j] : T(0);
-            if (mask && tile.mask_has_rows) {
-                const T* from = mask + j * tile.mask_key;
-                for (Index i = low; i < high; i += LANES<T>) vector(to + i) += vector(from + i) + more;
-            } else {
-                if (mask) more += mask[j * tile.mask_key];
-                if (more)
-                    for (Index i = low; i < high; i += LANES<T>) vector(to + i) += more;
+            const T* from = mask ? mask + j * tile.mask_key : nullptr;
+            if ((bias && bias[j] < 0) || (from && !tile.mask_has_rows && *from < 0)) {
+                std::fill(to + low, to + high, MASKED<T>);
+                continue;
             }
+            // Replaced, not added to: a score that has overflowed, or is NaN, must not reach a query that does not see the key.
+            if (from && tile.mask_has_rows)
+                for (Index i = low; i < high; i += LANES<T>) vector(to + i) = vector(from + i) < T(0) ? NONE : vector(to + i);
             const Index later = tile.is_causal ? std::min(column + j - range.first, high) : 0;  // queries before the key
-            if (later > low) std::fill(to + low, to + later, T(MASKED));
+            if (later > low) std::fill(to + low, to + later, MASKED<T>);
         }
         return true;
     }
@@ -157,9 +159,15 @@ struct Panel {
             const Vector<T>& next = vector(mask + j * range.tile->mask_key);
             most = next > most ? next : most;
         }
-        return largest(reinterpret_cast<const T*>(&most), LANES<T>) < T(EMPTY);
+        return largest(reinterpret_cast<const T*>(&most), LANES<T>) < T(0);
     }
 };
+
+// The factor that makes weights sum to 1; 0 if there are none.
+template <class T>
+T inverse_sum(T sum) {
+    return sum == 0 ? T(0) : 1 / sum;
+}
 
 // ---- forward ----
 
@@ -177,24 +185,24 @@ struct TileSoftmax {
         for (Index i = 0; i < panel.n; ++i) {
             const Index at = panel.output_row(i);
             if (at == panel.call.length) continue;
-            if (is_last) finish(at, out[i], i);
-            else store(at, i);
+            top_of(at) = top[0][i], sum_of(at) = sum[0][i];
+            if (is_last) normalize(panel.call, out_of(at), out[i], top_of(at), sum_of(at));
+            else std::memcpy(out_of(at), out[i], panel.E * sizeof(T));
         }
     }
 
     static void finish(const TilesCall& c, Index at) {
-        T *out = static_cast<T*>(c.out) + at * c.value_channels, *top = static_cast<T*>(c.top) + at;
-        T* lse = static_cast<T*>(c.lse) + at;
-        normalize(c, out, out, *top, *lse, lse);
+        T* out = static_cast<T*>(c.out) + at * c.value_channels;
+        normalize(c, out, out, static_cast<T*>(c.top)[at], static_cast<T*>(c.sum)[at]);
     }
 
    private:
     T* out_of(Index at) { return static_cast<T*>(panel.call.out) + (panel.sequence * panel.call.length + at) * panel.E; }
     T& top_of(Index at) { return static_cast<T*>(panel.call.top)[panel.sequence * panel.call.length + at]; }
-    T& lse_of(Index at) { return static_cast<T*>(panel.call.lse)[panel.sequence * panel.call.length + at]; }
+    T& sum_of(Index at) { return static_cast<T*>(panel.call.sum)[panel.sequence * panel.call.length + at]; }
 
     void clear() {
-        std::fill(top[0], top[0] + padded<T>(panel.n), T(MASKED));
+        std::fill(top[0], top[0] + padded<T>(panel.n), MASKED<T>);
         std::fill(sum[0], sum[0] + padded<T>(panel.n), T(0));
         std::memset(out[0], 0, panel.n * out.stride * sizeof(T));
     }
@@ -203,22 +211,16 @@ struct TileSoftmax {
         for (Index i = 0; i < panel.n; ++i) {
             const Index at = panel.output_row(i);
             if (at == panel.call.length) continue;
-            top[0][i] = top_of(at), sum[0][i] = lse_of(at);
+            top[0][i] = top_of(at), sum[0][i] = sum_of(at);
             std::memcpy(out[i], out_of(at), panel.E * sizeof(T));
         }
     }
-    void store(Index at, Index i) {
-        top_of(at) = top[0][i], lse_of(at) = sum[0][i];
-        std::memcpy(out_of(at), out[i], panel.E * sizeof(T));
-    }
-    void finish(Index at, T* from, Index i) { normalize(panel.call, out_of(at), from, top[0][i], sum[0][i], &lse_of(at)); }
 
-    // The row of the output from its sums. An empty row is 0, and its lse infinite, which makes all its weights 0.
-    static void normalize(const TilesCall& c, T* to, const T* from, T top, T sum, T* lse) {
-        const bool is_empty = sum == 0 || (top < T(EMPTY) && sum == sum);
-        const T factor = is_empty ? T(0) : 1 / sum;
-        for (Index e = 0; e < c.value_channels; ++e) to[e] = is_empty ? T(0) : from[e] * factor;
-        *lse = is_empty ? std::numeric_limits<T>::infinity() : top + std::log(sum);
+    // The row of the output from its sums. A row that saw nothing, not even a NaN, has the sum 0.
+    static void normalize(const TilesCall& c, T* to, const T* from, T& top, T sum) {
+        const T factor = inverse_sum(sum);
+        for (Index e = 0; e < c.value_channels; ++e) to[e] = sum == 0 ? T(0) : from[e] * factor;
+        if (sum == 0) top = 0;
     }
 
     // Adds a block of keys to the sums.
@@ -231,11 +233,12 @@ struct TileSoftmax {
                 const Vector<T>& score = vector(column + j * stride);
                 most = score > most ? score : most;
             }
-            const Vector<T> decay = exponential<T>(vector(top[0] + i) - most);
+            const Vector<T> level = most == panel.NONE ? Vector<T>{} : most;  // nothing seen yet: no infinity less infinity
+            const Vector<T> decay = exponential<T>(vector(top[0] + i) - level);
             Vector<T> total = vector(sum[0] + i) * decay;
             for (Index j = 0; j < panel.m; ++j) {
                 Vector<T>& score = vector(column + j * stride);
-                score = exponential<T>(score - most);
+                score = exponential<T>(score - level);
                 total += score;
             }
             vector(top[0] + i) = most, vector(sum[0] + i) = total;
@@ -256,12 +259,14 @@ void tiles_forward(const TilesCall& c) {
     const bool starts_rows = !c.group[0].output_row, finishes_rows = !c.group[c.groups - 1].output_row;
     if (!starts_rows) {
         std::fill_n(static_cast<T*>(c.out), rows * c.value_channels, T(0));
-        std::fill_n(static_cast<T*>(c.lse), rows, T(0));
-        std::fill_n(static_cast<T*>(c.top), rows, T(MASKED));
+        std::fill_n(static_cast<T*>(c.sum), rows, T(0));
+        std::fill_n(static_cast<T*>(c.top), rows, MASKED<T>);
     }
+    FirstError error;
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
-        TileSoftmax<T> softmax(c);
+        std::optional<TileSoftmax<T>> softmax;
+        error.guard([&] { softmax.emplace(c); });
         for (Index g = 0; g < c.groups; ++g) {
             const TileGroup& group = c.group[g];
             const Index count = ranges[g].size(), sub = group.subsequences;
@@ -270,18 +275,21 @@ void tiles_forward(const TilesCall& c) {
             const Index units = group.output_row ? 1 : count * sub;
 #pragma omp for schedule(dynamic)
             for (Index u = 0; u < group.sequences * group.query_heads * units; ++u)
-                for (Index r = u % units; r < count * sub; r += units) {
-                    const Index sequence = u / units;
-                    softmax.panel.begin(group, ranges[g][r % count], sequence / group.query_heads, r / count,
-                                        sequence % group.query_heads);
-                    softmax.run(is_first, is_last);
-                }
+                error.guard([&] {
+                    for (Index r = u % units; r < count * sub; r += units) {
+                        const Index sequence = u / units;
+                        softmax->panel.begin(group, ranges[g][r % count], sequence / group.query_heads, r / count,
+                                             sequence % group.query_heads);
+                        softmax->run(is_first, is_last);
+                    }
+                });
         }
         if (!finishes_rows) {
 #pragma omp for
             for (Index at = 0; at < rows; ++at) TileSoftmax<T>::finish(c, at);
         }
     }
+    error.rethrow();
 }
 
 // ---- backward ----
@@ -290,14 +298,15 @@ template <class T>
 struct TileGradients {
     Panel<T> panel;
     View d_key = {}, d_value = {};
+    Index first_key = 0;  // of these views
     Matrix<T> grad_copy, grad_t, d_scores, d_query, key_rows, value_rows;
     Rows<T> grad;
-    Matrix<T> lse, along;  // (1 x n): the log-sum-exp, and the product of the output and its gradient
+    Matrix<T> top, factor, along;  // (1 x n): a weight is e^(score - top) times the factor; the product of output and gradient
 
     explicit TileGradients(const TilesCall& c)
         : panel(c), grad_copy(PANEL, c.value_channels), grad_t(c.value_channels, PANEL), d_scores(BLOCK, PANEL),
           d_query(PANEL, c.channels), key_rows(BLOCK, c.channels), value_rows(BLOCK, c.value_channels), grad(grad_copy),
-          lse(1, PANEL), along(1, PANEL) {}
+          top(1, PANEL), factor(1, PANEL), along(1, PANEL) {}
 
     void run() {
         const TilesCall& c = panel.call;
@@ -305,15 +314,14 @@ struct TileGradients {
         T* const all = static_cast<T*>(const_cast<void*>(c.grad)) + panel.sequence * c.length * panel.E;
         grad = grad_copy;
         if (!group.output_row) grad = fetch(grad_copy, {all, 0, 0, panel.E}, 0, 0, panel.output_row(0), panel.n);
-        std::fill(lse[0], lse[0] + PANEL, std::numeric_limits<T>::infinity());
-        std::fill(along[0], along[0] + PANEL, T(0));
+        for (Matrix<T>* x : {&top, &factor, &along}) x->clear();
         for (Index i = 0; i < panel.n; ++i) {
             const Index row = panel.output_row(i), at = panel.sequence * c.length + row;
             if (group.output_row) std::memset(grad[i], 0, panel.E * sizeof(T));
             if (row == c.length) continue;
             if (group.output_row) std::memcpy(grad[i], all + row * panel.E, panel.E * sizeof(T));
             const T* out = static_cast<const T*>(c.out) + at * panel.E;
-            lse[0][i] = static_cast<const T*>(c.lse)[at];
+            top[0][i] = static_cast<const T*>(c.top)[at], factor[0][i] = inverse_sum(static_cast<const T*>(c.sum)[at]);
             for (Index e = 0; e < panel.E; ++e) along[0][i] += grad[i][e] * out[e];
         }
         transpose(grad_t, grad, panel.n, T(1));
@@ -333,7 +341,7 @@ struct TileGradients {
         for (Index j = 0; j < m; ++j)
             for (Index i = 0; i < width; i += LANES<T>) {
                 Vector<T>&weight = vector(weights + j * stride + i), &score = vector(found + j * stride + i);
-                weight = exponential<T>(weight - vector(lse[0] + low + i));
+                weight = exponential<T>(weight - vector(top[0] + low + i)) * vector(factor[0] + low + i);
                 score = weight * (score - vector(along[0] + low + i)) * T(panel.call.scale);
             }
         add_keys(d_value, value_rows, weights, grad, first, n);
@@ -343,6 +351,7 @@ struct TileGradients {
 
     // Keys from `first` on += left (m x n) right (n x columns)
     void add_keys(const View& view, const Matrix<T>& scratch, const T* left, const Rows<T>& right, Index first, Index n) {
+        first -= first_key;
         const Rows<T> to = fetch(scratch, view, panel.z, panel.s, first, panel.m);
         product(to[0], to.stride, left, panel.scores.stride, Index(1), right[panel.low], right.stride, panel.m, n, to.columns, true);
         write_back(scratch, to, view, panel.z, panel.s, first, panel.m);
@@ -356,7 +365,7 @@ struct PartialGradients {
     Matrix<T> d_key, d_value;
     PartialGradients(const TilesCall& c, Index from, Index to)
         : from(from), to(to), d_key(to - from, c.channels), d_value(to - from, c.value_channels) {}
-    View view(const Matrix<T>& x) const { return {x[0] - from * x.stride, 0, 0, x.stride}; }
+    static View view(const Matrix<T>& x) { return {x[0], 0, 0, x.stride}; }
     void add_to(const View& view, const Matrix<T>& x, Index z, Index s) const {
         for (Index j = from; j < to; ++j)
             for (Index d = 0; d < x.columns; ++d) view.at<T>(z, s, j)[d] += x[j - from][d];
@@ -386,42 +395,45 @@ void tiles_backward(const TilesCall& c) {
         const Index each =
             std::clamp<Index>((c.threads + sequences - 1) / std::max<Index>(sequences, 1), 1, std::max<Index>(count, 1));
         std::vector<std::unique_ptr<PartialGradients<T>>> partial(each > 1 ? sequences * each : 0);
+        FirstError error;
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
         {
-            TileGradients<T> gradients(c);
+            std::optional<TileGradients<T>> gradients;
+            error.guard([&] { gradients.emplace(c); });
 #pragma omp for schedule(dynamic)
-            for (Index u = 0; u < sequences * each; ++u) {
-                const PanelRange *first = ranges.data() + count * (u % each) / each,
-                                 *last = ranges.data() + count * (u % each + 1) / each;
-                gradients.d_key = group.d_key, gradients.d_value = group.d_value;
-                if (each > 1) {
-                    partial[u] = partial_gradients<T>(c, group, first, last);
-                    gradients.d_key = partial[u]->view(partial[u]->d_key);
-                    gradients.d_value = partial[u]->view(partial[u]->d_value);
-                }
-                const Index sequence = u / each;
-                for (Index g = 0; g < group.query_heads; ++g)
-                    for (const PanelRange* range = first; range < last; ++range) {
-                        gradients.panel.begin(group, *range, sequence / group.subsequences, sequence % group.subsequences, g);
-                        gradients.run();
+            for (Index u = 0; u < sequences * each; ++u)
+                error.guard([&] {
+                    const PanelRange *first = ranges.data() + count * (u % each) / each,
+                                     *last = ranges.data() + count * (u % each + 1) / each;
+                    gradients->d_key = group.d_key, gradients->d_value = group.d_value;
+                    if (each > 1) {
+                        partial[u] = partial_gradients<T>(c, group, first, last);
+                        gradients->d_key = partial[u]->view(partial[u]->d_key), gradients->first_key = partial[u]->from;
+                        gradients->d_value = partial[u]->view(partial[u]->d_value);
                     }
-            }
+                    const Index sequence = u / each;
+                    for (Index g = 0; g < group.query_heads; ++g)
+                        for (const PanelRange* range = first; range < last; ++range) {
+                            gradients->panel.begin(group, *range, sequence / group.subsequences, sequence % group.subsequences,
+                                                   g);
+                            gradients->run();
+                        }
+                });
 #pragma omp for
             for (Index sequence = 0; sequence < (each > 1 ? sequences : 0); ++sequence)
-                for (Index i = sequence * each; i < (sequence + 1) * each; ++i) {
-                    const Index z = sequence / group.subsequences, s = sequence % group.subsequences;
-                    partial[i]->add_to(group.d_key, partial[i]->d_key, z, s);
-                    partial[i]->add_to(group.d_value, partial[i]->d_value, z, s);
-                }
+                error.guard([&] {
+                    for (Index i = sequence * each; i < (sequence + 1) * each; ++i) {
+                        const Index z = sequence / group.subsequences, s = sequence % group.subsequences;
+                        partial[i]->add_to(group.d_key, partial[i]->d_key, z, s);
+                        partial[i]->add_to(group.d_value, partial[i]->d_value, z, s);
+                    }
+                });
         }
+        error.rethrow();
     }
 }
 
 }  // namespace subquad
 
-extern "C" {
-void subquad_tiles_forward_float32(const subquad::TilesCall* call) { subquad::tiles_forward<float>(*call); }
-void subquad_tiles_forward_float64(const subquad::TilesCall* call) { subquad::tiles_forward<double>(*call); }
-void subquad_tiles_backward_float32(const subquad::TilesCall* call) { subquad::tiles_backward<float>(*call); }
-void subquad_tiles_backward_float64(const subquad::TilesCall* call) { subquad::tiles_backward<double>(*call); }
-}
+EXPORT(tiles_forward, TilesCall)
+EXPORT(tiles_backward, TilesCall)

@@ -2,13 +2,13 @@
 //
 // In each round keys are sorted by (bucket, position), and consecutive queries attend to a run of sorted keys in one small
 // product; pairs that the rule excludes, or that an earlier round has shown, are masked one by one. Softmax is accumulated
-// online, with the largest score so far; the backward pass recomputes the weights from the log-sum-exp (Dao et al., 2022,
-// arXiv:2205.14135).
+// online, with the largest score so far; the backward pass recomputes the weights (Dao et al., 2022, arXiv:2205.14135).
 //
 // B batch, H query heads, K key-value heads, R rounds, n tokens, D channels, E value channels, C tokens per chunk.
 
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "common/view.h"
@@ -24,7 +24,7 @@ struct BucketedCall {
     View query, key, value, out, grad, d_query, d_key, d_value;
     const int64_t* query_bucket;  // (B, H, R, n); `buckets` for pads
     const int64_t* key_bucket;    // (B, K, R, n)
-    void* lse;                    // (B, H, n): the log-sum-exp of each query's scores; infinity if only its own value counts
+    void *top, *sum;              // (B, H, n): the largest score, and sum e^(score - top); 0 and 0 if only its own value counts
 };
 
 // One head's tokens in one round. The rank of a key is its place in the sorted order; that of a query, the number of keys before
@@ -151,7 +151,7 @@ struct Softmax {
             const T *q = c.query.at<T>(b, h, i), *k = c.key.at<T>(b, kv, i);
             T score = 0;
             for (Index d = 0; d < c.channels; ++d) score += q[d] * T(c.scale) * k[d];
-            top[i] = score, sum[i] = 1;
+            top[i] = score, sum[i] = score == Pairs<T>::masked() ? T(0) : T(1);
             std::memcpy(out[i], c.value.at<T>(b, kv, i), c.value_channels * sizeof(T));
         }
     }
@@ -162,13 +162,9 @@ struct Softmax {
         for (Index i = 0; i < x.n; ++i) {
             const int32_t token = x.queries[i];
             const T most = std::max(top[token], largest(x.weights[i], padded<T>(x.m)));
-            if (most == Pairs<T>::masked()) {
-                decay[i] = 1;
-                std::fill(x.weights[i], x.weights[i] + padded<T>(x.m), T(0));
-                continue;
-            }
-            decay[i] = std::exp(top[token] - most);
-            exponentiate(x.weights[i], x.m, most);
+            const T level = most == Pairs<T>::masked() ? T(0) : most;  // nothing seen yet: no infinity less infinity
+            decay[i] = std::exp(top[token] - level);
+            exponentiate(x.weights[i], x.m, level);
             top[token] = most;
             sum[token] = sum[token] * decay[i] + total(x.weights[i], x.m);
         }
@@ -181,13 +177,13 @@ struct Softmax {
     }
 
     void finish(const BucketedCall& c, const Round& round, Index b, Index h, Index kv) {
-        T* lse = static_cast<T*>(c.lse) + (b * c.heads + h) * c.tokens;
+        const Index first = (b * c.heads + h) * c.tokens;
         for (Index i = 0; i < c.tokens; ++i) {
             T* to = c.out.at<T>(b, h, i);
-            const bool is_real = round.query_bucket[i] >= 0;
-            lse[i] = std::numeric_limits<T>::infinity();
-            if (is_real && sum[i] > 0) {
-                lse[i] = top[i] + std::log(sum[i]);
+            const bool is_real = round.query_bucket[i] >= 0, has_seen = is_real && sum[i] != 0;  // a NaN has been seen
+            static_cast<T*>(c.top)[first + i] = has_seen ? top[i] : T(0);
+            static_cast<T*>(c.sum)[first + i] = has_seen ? sum[i] : T(0);
+            if (has_seen) {
                 scale(out[i], 1 / sum[i], c.value_channels);
                 std::memcpy(to, out[i], c.value_channels * sizeof(T));
             } else if (is_real) std::memcpy(to, c.value.at<T>(b, kv, i), c.value_channels * sizeof(T));
@@ -207,24 +203,28 @@ std::vector<Round> rounds_of(const BucketedCall& c, Index b, Index h, Index kv) 
 template <class T>
 void bucketed_forward(const BucketedCall& c) {
     const Index group = c.heads / c.kv_heads;
+    FirstError error;
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
-        Pairs<T> pairs(c);
-        Softmax<T> softmax(c);
+        std::optional<Pairs<T>> pairs;
+        std::optional<Softmax<T>> softmax;
+        error.guard([&] { pairs.emplace(c), softmax.emplace(c); });
 #pragma omp for schedule(dynamic) collapse(2)
         for (Index b = 0; b < c.batch; ++b)
-            for (Index h = 0; h < c.heads; ++h) {
-                const Index kv = h / group;
-                const std::vector<Round> rounds = rounds_of(c, b, h, kv);
-                softmax.begin(c, rounds[0], b, h, kv);
-                for (std::size_t now = 0; now < rounds.size(); ++now)
-                    for (const Run& run : runs(c, rounds[now])) {
-                        pairs.score(rounds, now, run, b, h, kv);
-                        softmax.add_pairs(pairs);
-                    }
-                softmax.finish(c, rounds[0], b, h, kv);
-            }
+            for (Index h = 0; h < c.heads; ++h)
+                error.guard([&] {
+                    const Index kv = h / group;
+                    const std::vector<Round> rounds = rounds_of(c, b, h, kv);
+                    softmax->begin(c, rounds[0], b, h, kv);
+                    for (std::size_t now = 0; now < rounds.size(); ++now)
+                        for (const Run& run : runs(c, rounds[now])) {
+                            pairs->score(rounds, now, run, b, h, kv);
+                            softmax->add_pairs(*pairs);
+                        }
+                    softmax->finish(c, rounds[0], b, h, kv);
+                });
     }
+    error.rethrow();
 }
 
 // ---- backward ----
@@ -233,7 +233,8 @@ template <class T>
 struct BucketedGradients {
     Matrix<T> d_query, d_key, d_value;  // (n x D), (n x D), (n x E)
     Matrix<T> grad, value_t, d_scores, found;
-    std::vector<T> along;  // by query: the product of its output and the gradient
+    const T *top = nullptr, *sum = nullptr;  // by query, from the forward pass
+    std::vector<T> along;                    // by query: the product of its output and the gradient
 
     explicit BucketedGradients(const BucketedCall& c)
         : d_query(c.tokens, c.channels), d_key(c.tokens, c.channels), d_value(c.tokens, c.value_channels),
@@ -242,7 +243,9 @@ struct BucketedGradients {
           along(c.tokens) {}
 
     // What does not depend on other tokens: the product of output and gradient, and the query's own key or value.
-    void begin(const BucketedCall& c, const Round& round, const T* lse, Index b, Index h, Index kv) {
+    void begin(const BucketedCall& c, const Round& round, Index b, Index h, Index kv) {
+        const Index first = (b * c.heads + h) * c.tokens;
+        top = static_cast<const T*>(c.top) + first, sum = static_cast<const T*>(c.sum) + first;
         d_query.clear();
         for (Index i = 0; i < c.tokens; ++i) {
             if (round.query_bucket[i] < 0) continue;
@@ -250,12 +253,12 @@ struct BucketedGradients {
             along[i] = 0;
             for (Index e = 0; e < c.value_channels; ++e) along[i] += g[e] * o[e];
             T weight = 0, d_score = 0;
-            if (std::isinf(lse[i])) weight = 1;
+            if (sum[i] == 0) weight = 1;
             else if (!c.shared) {
                 const T *q = c.query.at<T>(b, h, i), *k = c.key.at<T>(b, kv, i);
                 T score = 0;
                 for (Index d = 0; d < c.channels; ++d) score += q[d] * T(c.scale) * k[d];
-                weight = std::exp(score - lse[i]);
+                weight = std::exp(score - top[i]) / sum[i];
                 d_score = -along[i];
                 for (Index e = 0; e < c.value_channels; ++e) d_score += g[e] * v[e];
                 d_score *= weight * T(c.scale);
@@ -266,12 +269,12 @@ struct BucketedGradients {
     }
 
     // Adds the gradients of the pairs.
-    void add_pairs(Pairs<T>& x, const T* lse, Index b, Index h) {
+    void add_pairs(Pairs<T>& x, Index b, Index h) {
         for (Index i = 0; i < x.n; ++i) {
             const int32_t token = x.queries[i];
             std::memcpy(grad[i], x.c.grad.template at<T>(b, h, token), x.E * sizeof(T));
-            if (std::isinf(lse[token])) std::fill(x.weights[i], x.weights[i] + padded<T>(x.m), T(0));
-            else exponentiate(x.weights[i], x.m, lse[token]);
+            exponentiate(x.weights[i], x.m, top[token]);  // 0 if the query has seen no key
+            if (sum[token] != 0) scale(x.weights[i], 1 / sum[token], x.m);
         }
         add_transposed(d_value, x.keys, x.weights, grad, x.m, x.n);
         transpose(value_t, x.value, x.m);
@@ -295,37 +298,36 @@ struct BucketedGradients {
 template <class T>
 void bucketed_backward(const BucketedCall& c) {
     const Index group = c.heads / c.kv_heads;
+    FirstError error;
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
-        Pairs<T> pairs(c);
-        BucketedGradients<T> g(c);
+        std::optional<Pairs<T>> pairs;
+        std::optional<BucketedGradients<T>> g;
+        error.guard([&] { pairs.emplace(c), g.emplace(c); });
 #pragma omp for schedule(dynamic) collapse(2)
         for (Index b = 0; b < c.batch; ++b)
-            for (Index kv = 0; kv < c.kv_heads; ++kv) {
-                g.d_key.clear();
-                g.d_value.clear();
-                for (Index h = kv * group; h < (kv + 1) * group; ++h) {
-                    const std::vector<Round> rounds = rounds_of(c, b, h, kv);
-                    const T* lse = static_cast<const T*>(c.lse) + (b * c.heads + h) * c.tokens;
-                    g.begin(c, rounds[0], lse, b, h, kv);
-                    for (std::size_t now = 0; now < rounds.size(); ++now)
-                        for (const Run& run : runs(c, rounds[now])) {
-                            pairs.score(rounds, now, run, b, h, kv);
-                            g.add_pairs(pairs, lse, b, h);
-                        }
-                    store(c.d_query, g.d_query, b, h, 0, c.tokens);
-                }
-                store(c.d_key, g.d_key, b, kv, 0, c.tokens);
-                store(c.d_value, g.d_value, b, kv, 0, c.tokens);
-            }
+            for (Index kv = 0; kv < c.kv_heads; ++kv)
+                error.guard([&] {
+                    g->d_key.clear();
+                    g->d_value.clear();
+                    for (Index h = kv * group; h < (kv + 1) * group; ++h) {
+                        const std::vector<Round> rounds = rounds_of(c, b, h, kv);
+                        g->begin(c, rounds[0], b, h, kv);
+                        for (std::size_t now = 0; now < rounds.size(); ++now)
+                            for (const Run& run : runs(c, rounds[now])) {
+                                pairs->score(rounds, now, run, b, h, kv);
+                                g->add_pairs(*pairs, b, h);
+                            }
+                        store<T>(c.d_query, g->d_query, b, h, 0, c.tokens);
+                    }
+                    store<T>(c.d_key, g->d_key, b, kv, 0, c.tokens);
+                    store<T>(c.d_value, g->d_value, b, kv, 0, c.tokens);
+                });
     }
+    error.rethrow();
 }
 
 }  // namespace subquad
 
-extern "C" {
-void subquad_bucketed_forward_float32(const subquad::BucketedCall* call) { subquad::bucketed_forward<float>(*call); }
-void subquad_bucketed_forward_float64(const subquad::BucketedCall* call) { subquad::bucketed_forward<double>(*call); }
-void subquad_bucketed_backward_float32(const subquad::BucketedCall* call) { subquad::bucketed_backward<float>(*call); }
-void subquad_bucketed_backward_float64(const subquad::BucketedCall* call) { subquad::bucketed_backward<double>(*call); }
-}
+EXPORT(bucketed_forward, BucketedCall)
+EXPORT(bucketed_backward, BucketedCall)

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "common/view.h"
@@ -26,7 +27,7 @@ struct ClusteredCall {
     View query, key, value, out, grad, d_query, d_key, d_value;
     void* rest;                 // (B, H, C, E): the weighted sum of all values but those of the top keys
     void* mass;                 // (B, H, C): the weight of the top keys
-    void* lse;                  // (B, H, C): the log-sum-exp of the scores; infinity if there are no keys
+    void *level, *total;        // (B, H, C): the largest score, and sum e^(score - level); 0 and 0 if there are no keys
     const int64_t* assignment;  // (B, H, N)
     const uint8_t* mask;        // (B, M); null: all keys are real
     const uint8_t* real;        // (B, N); null: all queries are real
@@ -50,8 +51,10 @@ struct Members {
 
 std::vector<Members> members_of(const ClusteredCall& c) {
     std::vector<Members> found(c.batch * c.heads);
+    FirstError error;
 #pragma omp parallel for num_threads(std::max<int>(c.threads, 1))
-    for (Index head = 0; head < Index(found.size()); ++head) found[head].load(c, head);
+    for (Index head = 0; head < Index(found.size()); ++head) error.guard([&] { found[head].load(c, head); });
+    error.rethrow();
     return found;
 }
 
@@ -94,7 +97,8 @@ struct Clusters {
     Index at(Index i) const { return (b * c.heads + h) * c.clusters + first + i; }
     int32_t* top(Index i) const { return c.top + at(i) * c.topk; }
     T& mass(Index i) const { return static_cast<T*>(c.mass)[at(i)]; }
-    T& lse(Index i) const { return static_cast<T*>(c.lse)[at(i)]; }
+    T& level(Index i) const { return static_cast<T*>(c.level)[at(i)]; }
+    T& total_of(Index i) const { return static_cast<T*>(c.total)[at(i)]; }
     T* rest(Index i) const { return static_cast<T*>(c.rest) + at(i) * E; }
     bool is_real(Index q) const { return !c.real || c.real[b * c.queries + q]; }
 
@@ -259,10 +263,10 @@ struct ClusteredForward : Clusters<T, 2> {
                 }
                 vector(sum + i) += part;
             }
-        T factor[MOST];
+        T factor[MOST] = {};
         for (Index i = 0; i < n; ++i) {
             factor[i] = sum[i] == 0 ? T(0) : 1 / sum[i];
-            this->lse(i) = sum[i] == 0 ? -NONE : most[i] + std::log(sum[i]);
+            this->level(i) = most[i], this->total_of(i) = sum[i];
             T mass = 0;
             const int32_t* top = this->top(i);
             for (Index k = 0; k < c.topk && top[k] >= 0; ++k) {
@@ -274,13 +278,12 @@ struct ClusteredForward : Clusters<T, 2> {
         others.clear();
         for (Index start = 0; start < c.keys; start += KEYS) {
             const Index m = std::min<Index>(c.keys - start, KEYS);
+            for (Index j = start; j < start + m; ++j)  // weights of sum 1: the sum of the values themselves may overflow
+                for (Index i = 0; i < width; i += LANES<T>) vector(scores[j] + i) *= vector(factor + i);
             const Rows<T> value = this->values(start, m);
             product(others[0], others.stride, scores[start], Index(1), scores.stride, value[0], value.stride, n, m, E, true);
         }
-        for (Index i = 0; i < n; ++i) {
-            scale(others[i], factor[i], E);
-            std::memcpy(this->rest(i), others[i], E * sizeof(T));
-        }
+        for (Index i = 0; i < n; ++i) std::memcpy(this->rest(i), others[i], E * sizeof(T));
     }
 
     // The output of the members of cluster i.
@@ -306,15 +309,19 @@ template <class T>
 void clustered_forward(const ClusteredCall& c) {
     const std::vector<Members> members = members_of(c);
     const Index blocks = ClusteredForward<T>::blocks(c);
+    FirstError error;
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
-        ClusteredForward<T> clusters(c);
+        std::optional<ClusteredForward<T>> clusters;
+        error.guard([&] { clusters.emplace(c); });
 #pragma omp for schedule(dynamic)
-        for (Index u = 0; u < c.batch * c.heads * blocks; ++u) {
-            clusters.begin(members, u / blocks, u % blocks);
-            clusters.run();
-        }
+        for (Index u = 0; u < c.batch * c.heads * blocks; ++u)
+            error.guard([&] {
+                clusters->begin(members, u / blocks, u % blocks);
+                clusters->run();
+            });
     }
+    error.rethrow();
 }
 
 // ---- backward ----
@@ -393,11 +400,10 @@ struct ClusteredBackward : Clusters<T, 4> {
 
     // The gradients through the attention of the centroids, KEYS keys at a time.
     void add_centroids(const Matrix<T>& keys, const Matrix<T>& values) {
-        T lse[MOST], along[MOST] = {};  // sum_j A_j dA_j
+        T level[MOST] = {}, factor[MOST] = {}, along[MOST] = {};  // A_j = e^(score - level) times the factor; sum_j A_j dA_j
         Index next[MOST] = {};
-        std::fill(lse, lse + MOST, -NONE);
         for (Index i = 0; i < n; ++i) {
-            lse[i] = this->lse(i);
+            level[i] = this->level(i), factor[i] = this->total_of(i) == 0 ? T(0) : 1 / this->total_of(i);
             along[i] = d_mass[i] * this->mass(i);
             for (Index e = 0; e < E; ++e) along[i] += sum[i][e] * this->rest(i)[e];
         }
@@ -411,7 +417,7 @@ struct ClusteredBackward : Clusters<T, 4> {
             for (Index j = 0; j < m; ++j)
                 for (Index i = 0; i < width; i += LANES<T>) {
                     Vector<T>&weight = vector(scores[j] + i), &found = vector(d_scores[j] + i);
-                    weight = exponential<T>(weight - vector(lse + i));
+                    weight = exponential<T>(weight - vector(level + i)) * vector(factor + i);
                     found = weight * (found - vector(along + i));
                 }
             for (Index i = 0; i < n; ++i) {
@@ -457,35 +463,36 @@ void clustered_backward(const ClusteredCall& c) {
     // with partial gradients of its own.
     const Index each = std::clamp<Index>((c.threads + heads - 1) / std::max<Index>(heads, 1), 1, group * blocks);
     std::vector<std::unique_ptr<KeyGradients<T>>> partial(each > 1 ? heads * each : 0);
+    FirstError error;
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
-        ClusteredBackward<T> clusters(c);
-        auto own = std::make_unique<KeyGradients<T>>(c);
+        std::optional<ClusteredBackward<T>> clusters;
+        std::unique_ptr<KeyGradients<T>> own;
+        error.guard([&] { clusters.emplace(c), own = std::make_unique<KeyGradients<T>>(c); });
 #pragma omp for schedule(dynamic)
-        for (Index u = 0; u < heads * each; ++u) {
-            const Index head = u / each, share = u % each, all = group * blocks;
-            own->clear();
-            for (Index w = all * share / each; w < all * (share + 1) / each; ++w) {
-                clusters.begin(members, head * group + w / blocks, w % blocks);
-                clusters.run(own->key, own->value);
-            }
-            if (each == 1) own->store(c, head);
-            else partial[u] = std::exchange(own, std::make_unique<KeyGradients<T>>(c));
-        }
+        for (Index u = 0; u < heads * each; ++u)
+            error.guard([&] {
+                const Index head = u / each, share = u % each, all = group * blocks;
+                own->clear();
+                for (Index w = all * share / each; w < all * (share + 1) / each; ++w) {
+                    clusters->begin(members, head * group + w / blocks, w % blocks);
+                    clusters->run(own->key, own->value);
+                }
+                if (each == 1) own->store(c, head);
+                else partial[u] = std::exchange(own, std::make_unique<KeyGradients<T>>(c));
+            });
 #pragma omp for
-        for (Index head = 0; head < (each > 1 ? heads : 0); ++head) {
-            KeyGradients<T>& sum = *partial[head * each];
-            for (Index share = 1; share < each; ++share) sum.add(*partial[head * each + share]);
-            sum.store(c, head);
-        }
+        for (Index head = 0; head < (each > 1 ? heads : 0); ++head)
+            error.guard([&] {
+                KeyGradients<T>& sum = *partial[head * each];
+                for (Index share = 1; share < each; ++share) sum.add(*partial[head * each + share]);
+                sum.store(c, head);
+            });
     }
+    error.rethrow();
 }
 
 }  // namespace subquad
 
-extern "C" {
-void subquad_clustered_forward_float32(const subquad::ClusteredCall* call) { subquad::clustered_forward<float>(*call); }
-void subquad_clustered_forward_float64(const subquad::ClusteredCall* call) { subquad::clustered_forward<double>(*call); }
-void subquad_clustered_backward_float32(const subquad::ClusteredCall* call) { subquad::clustered_backward<float>(*call); }
-void subquad_clustered_backward_float64(const subquad::ClusteredCall* call) { subquad::clustered_backward<double>(*call); }
-}
+EXPORT(clustered_forward, ClusteredCall)
+EXPORT(clustered_backward, ClusteredCall)

@@ -18,7 +18,8 @@ struct AssignCall {
     int64_t* assignment;  // (B, H, N)
 };
 
-typedef uint32_t Digits __attribute__((vector_size(WIDTH), may_alias));
+typedef uint32_t Digits __attribute__((vector_size(WIDTH)));
+typedef uint32_t StoredDigits __attribute__((vector_size(WIDTH), aligned(4), may_alias));  // anywhere in a std::vector
 constexpr Index WORD = 32, GROUP = WIDTH * 8;  // queries per word and per vector
 constexpr Index OCTET = 8;                     // bits counted at a time
 constexpr int MOST_DIGITS = 32;
@@ -90,7 +91,7 @@ struct Codes {
     void find(Index group) {
         const int digits = digits_for(octets * OCTET), names = digits_for(clusters);
         const Digits zero = {};
-        const Digits* planes = reinterpret_cast<const Digits*>(plane.data() + group * octets * OCTET * (GROUP / WORD));
+        const auto* planes = reinterpret_cast<const StoredDigits*>(plane.data() + group * octets * OCTET * (GROUP / WORD));
         Digits least[MOST_DIGITS], name[MOST_DIGITS], sum[MOST_DIGITS];
         for (int p = 0; p < digits; ++p) least[p] = ~zero;
         for (int p = 0; p < names; ++p) name[p] = zero;
@@ -99,7 +100,7 @@ struct Codes {
             Digits ones = zero, twos = zero, fours = zero;
             for (int p = 3; p < digits; ++p) sum[p] = zero;
             for (Index o = 0; o < octets; ++o) {
-                const Digits* x = planes + o * OCTET;
+                const StoredDigits* x = planes + o * OCTET;
                 const uint32_t* y = own + o * OCTET;
                 const Digits a = add_digits(ones, x[0] ^ y[0], x[1] ^ y[1]), b = add_digits(ones, x[2] ^ y[2], x[3] ^ y[3]);
                 const Digits d = add_digits(twos, a, b);
@@ -157,25 +158,25 @@ void clustered_assign(const AssignCall& c) {
     const Index heads = c.batch * c.heads;
     const int threads = std::max<int>(c.threads, 1);
     const bool is_many = heads >= threads;  // threads share heads, or, with few heads, the groups of queries of each
+    FirstError error;
 #pragma omp parallel for schedule(dynamic) num_threads(is_many ? threads : 1)
-    for (Index head = 0; head < heads; ++head) {
-        const Index b = head / c.heads;
-        const uint8_t* real = c.real ? c.real + b * c.queries : nullptr;
-        Codes codes(c);
-        codes.load<T>(c.code, b, head % c.heads);
-        codes.start(c, real);
-        for (Index i = 0; i <= c.iterations; ++i) {
+    for (Index head = 0; head < heads; ++head)
+        error.guard([&] {
+            const Index b = head / c.heads;
+            const uint8_t* real = c.real ? c.real + b * c.queries : nullptr;
+            Codes codes(c);
+            codes.load<T>(c.code, b, head % c.heads);
+            codes.start(c, real);
+            for (Index i = 0; i <= c.iterations; ++i) {
 #pragma omp parallel for num_threads(is_many ? 1 : threads)
-            for (Index group = 0; group < codes.groups; ++group) codes.find(group);
-            if (i == c.iterations || !codes.move(real)) break;
-        }
-        std::copy_n(codes.near.data(), c.queries, c.assignment + head * c.queries);
-    }
+                for (Index group = 0; group < codes.groups; ++group) codes.find(group);
+                if (i == c.iterations || !codes.move(real)) break;
+            }
+            std::copy_n(codes.near.data(), c.queries, c.assignment + head * c.queries);
+        });
+    error.rethrow();
 }
 
 }  // namespace subquad
 
-extern "C" {
-void subquad_clustered_assign_float32(const subquad::AssignCall* call) { subquad::clustered_assign<float>(*call); }
-void subquad_clustered_assign_float64(const subquad::AssignCall* call) { subquad::clustered_assign<double>(*call); }
-}
+EXPORT(clustered_assign, AssignCall)

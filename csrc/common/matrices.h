@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "common/errors.h"
 #include "common/vectors.h"
 
 namespace subquad {
@@ -26,13 +27,16 @@ class Matrix : public Rows<T> {
     Index rows;
     Matrix(Index rows, Index columns) : Rows<T>{nullptr, columns, padded<T>(columns)}, rows(rows) {
         if (this->stride * sizeof(T) % 256 == 0) this->stride += 64 / sizeof(T);  // puts rows into different cache sets
+        if (rows > MOST_ENTRIES / this->stride - LANES<T>) throw std::bad_alloc();
         memory_.reset(static_cast<T*>(std::aligned_alloc(64, (bytes() + 63) / 64 * 64)));
+        if (!memory_) throw std::bad_alloc();
         this->data = memory_.get();
         clear();
     }
     void clear() { std::memset(this->data, 0, bytes()); }
 
    private:
+    static constexpr Index MOST_ENTRIES = PTRDIFF_MAX / Index(sizeof(T));
     std::size_t bytes() const { return padded<T>(std::max<Index>(rows, 1)) * this->stride * sizeof(T); }
     struct Free {
         void operator()(T* x) const { std::free(x); }

@@ -25,6 +25,7 @@ template <>
 struct Simd<float> {
     typedef float Vector __attribute__((vector_size(WIDTH), aligned(4), may_alias));
     typedef int32_t Bits __attribute__((vector_size(WIDTH)));
+    typedef uint32_t Unsigned __attribute__((vector_size(WIDTH)));
     static constexpr float round = 12582912.0f, high = 0.693359375f, low = -2.12194440e-4f, least = -87.33f, most = 88.37f;
     static constexpr int mantissa = 23, bias = 127, degree = 6;
     static constexpr float e[] = {1.0f, 1.000000038f, 0.5000000108f, 0.1666641497f,
@@ -36,6 +37,7 @@ template <>
 struct Simd<double> {
     typedef double Vector __attribute__((vector_size(WIDTH), aligned(8), may_alias));
     typedef int64_t Bits __attribute__((vector_size(WIDTH)));
+    typedef uint64_t Unsigned __attribute__((vector_size(WIDTH)));
     static constexpr double round = 6755399441055744.0, high = 6.93145751953125e-1, low = 1.42860682030941723212e-6;
     static constexpr double least = -708.39, most = 709.4;
     static constexpr int mantissa = 52, bias = 1023, degree = 13;
@@ -71,7 +73,7 @@ const Vector<T>& vector(const T* x) {
 template <class T>
 inline Vector<T> exponential(Vector<T> x) {
     using S = Simd<T>;
-    using Bits = typename S::Bits;
+    using Bits = typename S::Unsigned;  // the bits of a NaN may overflow
     const Vector<T> zero = {}, given = x;
     x = x < S::least ? zero + S::least : x;
     x = x > S::most ? zero + S::most : x;
@@ -88,7 +90,7 @@ inline Vector<T> exponential(Vector<T> x) {
 template <class T>
 inline void sine_and_cosine(Vector<T> x, Vector<T>& sine, Vector<T>& cosine) {
     using S = Simd<T>;
-    using Bits = typename S::Bits;
+    using Bits = typename S::Unsigned;
     const Vector<T> zero = {}, magnitude = x < T(0) ? -x : x;
     const Vector<T> shifted = x * T(0.63661977236758134) + S::round, n = shifted - S::round;
     const Bits turn = (Bits)shifted - (Bits)(zero + S::round);
@@ -100,7 +102,7 @@ inline void sine_and_cosine(Vector<T> x, Vector<T>& sine, Vector<T>& cosine) {
         c = T(-1.0 / (2 * k * (2 * k - 1))) * square * (c + T(1));
     }
     s = s * r + r, c = c + T(1);
-    const Bits is_odd = -(turn & 1), minus_s = (turn & 2) != 0, minus_c = ((turn + 1) & 2) != 0;
+    const typename S::Bits is_odd = (turn & 1) != 0, minus_s = (turn & 2) != 0, minus_c = ((turn + 1) & 2) != 0;
     sine = is_odd ? c : s, cosine = is_odd ? s : c;
     sine = minus_s ? -sine : sine, cosine = minus_c ? -cosine : cosine;
     bool is_far = false;

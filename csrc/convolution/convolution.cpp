@@ -4,6 +4,7 @@
 //
 // B batch, H query heads, K key-value heads, N tokens, E channels, c taps.
 
+#include <optional>
 #include <vector>
 
 #include "common/view.h"
@@ -45,26 +46,34 @@ Rows<T> rows_of(const Matrix<T>& scratch, const View& view, Index b, Index h, In
     return fetch(scratch, view, b, h, 0, tokens);
 }
 
+// Memory of one thread for the tokens of a head, unless they are used in place.
 template <class T>
-Index scratch_rows(const ConvolutionCall& c) {
-    return c.channels % LANES<T> ? c.tokens : 0;
-}
+struct ConvolutionScratch {
+    Matrix<T> value, grad, result;
+    explicit ConvolutionScratch(const ConvolutionCall& c)
+        : value(tokens(c), c.channels), grad(c.grad.data ? tokens(c) : 0, c.channels), result(tokens(c), c.channels) {}
+    static Index tokens(const ConvolutionCall& c) { return c.channels % LANES<T> ? c.tokens : 0; }
+};
 
 template <class T>
 void convolution_forward(const ConvolutionCall& c) {
     const Index group = c.heads / c.kv_heads;
+    FirstError error;
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
-        Matrix<T> value(scratch_rows<T>(c), c.channels), result(scratch_rows<T>(c), c.channels);
+        std::optional<ConvolutionScratch<T>> scratch;
+        error.guard([&] { scratch.emplace(c); });
 #pragma omp for schedule(dynamic) collapse(2)
         for (Index b = 0; b < c.batch; ++b)
-            for (Index h = 0; h < c.heads; ++h) {
-                const Kernel<T> kernel(static_cast<const T*>(c.kernel) + h * c.taps, c.taps, false);
-                const Rows<T> out = rows_of(result, c.out, b, h, c.tokens);
-                kernel.apply(out, rows_of(value, c.value, b, h / group, c.tokens), c.tokens, true);
-                write_back(result, out, c.out, b, h, 0, c.tokens);
-            }
+            for (Index h = 0; h < c.heads; ++h)
+                error.guard([&] {
+                    const Kernel<T> kernel(static_cast<const T*>(c.kernel) + h * c.taps, c.taps, false);
+                    const Rows<T> out = rows_of(scratch->result, c.out, b, h, c.tokens);
+                    kernel.apply(out, rows_of(scratch->value, c.value, b, h / group, c.tokens), c.tokens, true);
+                    write_back<T>(scratch->result, out, c.out, b, h, 0, c.tokens);
+                });
     }
+    error.rethrow();
 }
 
 // d_kernel_t = sum_i grad_i . value_(i + t - c / 2)
@@ -90,30 +99,30 @@ void kernel_gradient(T* to, const Rows<T>& grad, const Rows<T>& value, Index tap
 template <class T>
 void convolution_backward(const ConvolutionCall& c) {
     const Index group = c.heads / c.kv_heads;
+    FirstError error;
 #pragma omp parallel num_threads(std::max<int>(c.threads, 1))
     {
-        Matrix<T> value(scratch_rows<T>(c), c.channels), gradient(scratch_rows<T>(c), c.channels);
-        Matrix<T> result(scratch_rows<T>(c), c.channels);
+        std::optional<ConvolutionScratch<T>> scratch;
+        error.guard([&] { scratch.emplace(c); });
 #pragma omp for schedule(dynamic) collapse(2)
         for (Index b = 0; b < c.batch; ++b)
-            for (Index kv = 0; kv < c.kv_heads; ++kv) {
-                const Rows<T> x = rows_of(value, c.value, b, kv, c.tokens), d_x = rows_at(result, c.d_value, b, kv, 0);
-                for (Index h = kv * group; h < (kv + 1) * group; ++h) {
-                    const Rows<T> grad = rows_of(gradient, c.grad, b, h, c.tokens);
-                    const Kernel<T> kernel(static_cast<const T*>(c.kernel) + h * c.taps, c.taps, true);
-                    kernel.apply(d_x, grad, c.tokens, h > kv * group);
-                    kernel_gradient(static_cast<T*>(c.d_kernel) + (b * c.heads + h) * c.taps, grad, x, c.taps, c.tokens);
-                }
-                write_back(result, d_x, c.d_value, b, kv, 0, c.tokens);
-            }
+            for (Index kv = 0; kv < c.kv_heads; ++kv)
+                error.guard([&] {
+                    const Rows<T> x = rows_of(scratch->value, c.value, b, kv, c.tokens);
+                    const Rows<T> d_x = rows_at<T>(scratch->result, c.d_value, b, kv, 0);
+                    for (Index h = kv * group; h < (kv + 1) * group; ++h) {
+                        const Rows<T> grad = rows_of(scratch->grad, c.grad, b, h, c.tokens);
+                        const Kernel<T> kernel(static_cast<const T*>(c.kernel) + h * c.taps, c.taps, true);
+                        kernel.apply(d_x, grad, c.tokens, h > kv * group);
+                        kernel_gradient(static_cast<T*>(c.d_kernel) + (b * c.heads + h) * c.taps, grad, x, c.taps, c.tokens);
+                    }
+                    write_back<T>(scratch->result, d_x, c.d_value, b, kv, 0, c.tokens);
+                });
     }
+    error.rethrow();
 }
 
 }  // namespace subquad
 
-extern "C" {
-void subquad_convolution_forward_float32(const subquad::ConvolutionCall* c) { subquad::convolution_forward<float>(*c); }
-void subquad_convolution_forward_float64(const subquad::ConvolutionCall* c) { subquad::convolution_forward<double>(*c); }
-void subquad_convolution_backward_float32(const subquad::ConvolutionCall* c) { subquad::convolution_backward<float>(*c); }
-void subquad_convolution_backward_float64(const subquad::ConvolutionCall* c) { subquad::convolution_backward<double>(*c); }
-}
+EXPORT(convolution_forward, ConvolutionCall)
+EXPORT(convolution_backward, ConvolutionCall)

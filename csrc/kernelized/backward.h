@@ -118,7 +118,7 @@ void bidirectional_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys
 template <class T>
 void causal_gradients(const Problem<T>& p, Gradients<T>& g, Keys<T>& keys, Queries<T>& q, Index b, Index h) {
     std::vector<Chunk<T>> chunks;
-    std::vector<T> level(p.levels(), Sums<T>::lowest());
+    std::vector<T> level(p.levels(), NO_LEVEL<T>);
     for (Index j = 0; j < p.call.keys; j += keys.n) {
         keys.fill(p, b, h, j, p.call.keys, level, true);
         decay_columns(g.S_t, level, keys.level);
@@ -174,18 +174,22 @@ template <class T>
 void backward(const Call& call) {
     const Problem<T> p(call);
     const Index units = call.batch * call.kv_heads;
+    FirstError error;
 #pragma omp parallel num_threads(std::max<int>(call.threads, 1))
     {
-        Keys<T> keys(p);
-        Queries<T> q(p);
-        Gradients<T> g(p);
+        std::optional<Keys<T>> keys;
+        std::optional<Queries<T>> q;
+        std::optional<Gradients<T>> g;
+        error.guard([&] { keys.emplace(p), q.emplace(p), g.emplace(p); });
 #pragma omp for schedule(dynamic)
-        for (Index unit = 0; unit < units; ++unit) {
-            g.clear();
-            const auto run = call.is_causal ? causal_gradients<T> : bidirectional_gradients<T>;
-            run(p, g, keys, q, unit / call.kv_heads, unit % call.kv_heads);
-        }
+        for (Index unit = 0; unit < units; ++unit)
+            error.guard([&] {
+                g->clear();
+                const auto run = call.is_causal ? causal_gradients<T> : bidirectional_gradients<T>;
+                run(p, *g, *keys, *q, unit / call.kv_heads, unit % call.kv_heads);
+            });
     }
+    error.rethrow();
 }
 
 }  // namespace subquad

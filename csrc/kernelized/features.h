@@ -66,7 +66,7 @@ void map_features(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Ind
             case RELU:
                 for (Index j = 0; j < p.F; j += LANES<T>) {
                     const Vector<T> v = vector(row + j);
-                    vector(row + j) = (v > T(0) ? v : Vector<T>{}) + T(RELU_SHIFT);
+                    vector(row + j) = (v < T(0) ? Vector<T>{} : v) + T(RELU_SHIFT);  // keeps a NaN
                 }
                 break;
             case TRIGONOMETRIC:
@@ -126,7 +126,7 @@ void map_gradient(const Problem<T>& p, const Rows<T>& d_x, const Rows<T>& d_phi,
                 }
                 break;
             case RELU:
-                for (Index j = 0; j < p.F; ++j) d[j] = f[j] > T(RELU_SHIFT) ? d[j] : T(0);
+                for (Index j = 0; j < p.F; ++j) d[j] = f[j] <= T(RELU_SHIFT) ? T(0) : d[j];
                 break;
             case TRIGONOMETRIC:
                 for (Index j = 0; j < p.D; ++j) d_x[i][j] = d[j] * f[p.D + j] - d[p.D + j] * f[j];

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <optional>
+
 #include "kernelized/sums.h"
 
 namespace subquad {
@@ -94,47 +96,54 @@ void forward(const Call& call) {
     std::vector<Sums<T>> sums;
     for (Index i = 0; i < units * (parts + 1); ++i) sums.emplace_back(p);
     const bool is_causal = call.is_causal;
+    FirstError error;
 #pragma omp parallel num_threads(threads)
     {
-        Keys<T> keys(p);
-        Queries<T> q(p);
+        std::optional<Keys<T>> keys;
+        std::optional<Queries<T>> q;
+        error.guard([&] { keys.emplace(p), q.emplace(p); });
         if (!is_causal || parts > 1) {
 #pragma omp for schedule(dynamic) collapse(2)
             for (Index unit = 0; unit < units; ++unit)
                 for (Index part = 0; part < parts; ++part)
-                    scan_keys<T>(p, sums[unit * (parts + 1) + part + 1], keys, nullptr, unit / call.kv_heads,
-                                 unit % call.kv_heads, cut(call.keys, part), end(call.keys, part));
+                    error.guard([&] {
+                        scan_keys<T>(p, sums[unit * (parts + 1) + part + 1], *keys, nullptr, unit / call.kv_heads,
+                                     unit % call.kv_heads, cut(call.keys, part), end(call.keys, part));
+                    });
         }
         // Sum i becomes the sum over everything before part i; the last one, the sum over all keys.
 #pragma omp for schedule(static)
-        for (Index unit = 0; unit < units; ++unit) {
-            Sums<T>* s = &sums[unit * (parts + 1)];
-            s[0].load(p, unit / call.kv_heads, unit % call.kv_heads);
-            for (Index part = 0; part < parts; ++part) {
-                Sums<T> before(p);
-                before.add(s[part]);
-                s[part + 1].add(before);
-            }
-            if (is_causal) continue;
-            s[parts].store(p, unit / call.kv_heads, unit % call.kv_heads);
-            if (p.normalizer == CHANNEL) s[parts].normalize_channels();
-        }
+        for (Index unit = 0; unit < units; ++unit)
+            error.guard([&] {
+                Sums<T>* s = &sums[unit * (parts + 1)];
+                s[0].load(p, unit / call.kv_heads, unit % call.kv_heads);
+                for (Index part = 0; part < parts; ++part) {
+                    Sums<T> before(p);
+                    before.add(s[part]);
+                    s[part + 1].add(before);
+                }
+                if (is_causal) return;
+                s[parts].store(p, unit / call.kv_heads, unit % call.kv_heads);
+                if (p.normalizer == CHANNEL) s[parts].normalize_channels();
+            });
 #pragma omp for schedule(dynamic) collapse(2)
         for (Index unit = 0; unit < units; ++unit)
-            for (Index part = 0; part < parts; ++part) {
-                const Index b = unit / call.kv_heads, h = unit % call.kv_heads;
-                Sums<T>* s = &sums[unit * (parts + 1)];
-                if (is_causal) {
-                    scan_keys(p, s[part], keys, &q, b, h, cut(call.keys, part), end(call.keys, part));
-                    if (part + 1 == parts) s[part].store(p, b, h);
-                    continue;
-                }
-                for (Index g = 0; g < p.groups; ++g)
-                    for (Index i = cut(call.queries, part); i < end(call.queries, part); i += p.chunk)
-                        attend_queries<T>(p, q, s[parts], nullptr, b, h * p.groups + g, i,
-                                          std::min(p.chunk, end(call.queries, part) - i));
-            }
+            for (Index part = 0; part < parts; ++part)
+                error.guard([&] {
+                    const Index b = unit / call.kv_heads, h = unit % call.kv_heads;
+                    Sums<T>* s = &sums[unit * (parts + 1)];
+                    if (is_causal) {
+                        scan_keys(p, s[part], *keys, &*q, b, h, cut(call.keys, part), end(call.keys, part));
+                        if (part + 1 == parts) s[part].store(p, b, h);
+                        return;
+                    }
+                    for (Index g = 0; g < p.groups; ++g)
+                        for (Index i = cut(call.queries, part); i < end(call.queries, part); i += p.chunk)
+                            attend_queries<T>(p, *q, s[parts], nullptr, b, h * p.groups + g, i,
+                                              std::min(p.chunk, end(call.queries, part) - i));
+                });
     }
+    error.rethrow();
 }
 
 }  // namespace subquad

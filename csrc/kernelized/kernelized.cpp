@@ -22,10 +22,6 @@
 
 #include "kernelized/backward.h"
 
-extern "C" {
-const char* subquad_sources() { return SOURCES; }  // the hash of the sources, which native_library.py checks
-void subquad_forward_float32(const subquad::Call* call) { subquad::forward<float>(*call); }
-void subquad_forward_float64(const subquad::Call* call) { subquad::forward<double>(*call); }
-void subquad_backward_float32(const subquad::Call* call) { subquad::backward<float>(*call); }
-void subquad_backward_float64(const subquad::Call* call) { subquad::backward<double>(*call); }
-}
+extern "C" const char* subquad_sources() { return SOURCES; }  // the hash of the sources, which native_library.py checks
+EXPORT(forward, Call)
+EXPORT(backward, Call)

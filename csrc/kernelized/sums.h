@@ -17,6 +17,15 @@ T nonzero(T x) {
     return x == 0 ? T(1) : x;
 }
 
+// A level of minus infinity means that there has been no key. Exponents are then relative to 0: no infinity less infinity.
+template <class T>
+constexpr T NO_LEVEL = -std::numeric_limits<T>::infinity();
+
+template <class T>
+T base_of(T level) {
+    return level == NO_LEVEL<T> ? T(0) : level;
+}
+
 // The factor on feature f of a sum when its level changes; there is one level for all features, or one for each.
 template <class T>
 T decay(const std::vector<T>& from, const std::vector<T>& to, Index f) {
@@ -45,8 +54,7 @@ struct Sums {
     std::vector<T> level;
     T count = 0;
 
-    explicit Sums(const Problem<T>& p) : S(p.F, p.E), z(1, p.F), level(p.levels(), lowest()) {}
-    static constexpr T lowest() { return std::numeric_limits<T>::lowest() / 4; }
+    explicit Sums(const Problem<T>& p) : S(p.F, p.E), z(1, p.F), level(p.levels(), NO_LEVEL<T>) {}
 
     // Rescales the sums to a new level.
     void raise_level(const std::vector<T>& to) {
@@ -172,12 +180,14 @@ struct Keys {
         for (Index i = 0; i < n; ++i) {
             if (!real[i]) std::fill(phi[i], phi[i] + padded<T>(p.F), T(0));
             else if (level.size() == 1) {
-                scale(phi[i], T(std::exp(b[i] - level[0])), p.F);
+                scale(phi[i], T(std::exp(b[i] - base_of(level[0]))), p.F);
             } else if (!level.empty()) {
                 Index j = 0;
-                for (; j + LANES<T> <= p.F; j += LANES<T>)
-                    vector(phi[i] + j) = exponential<T>(vector(phi[i] + j) - vector(level.data() + j));
-                for (; j < p.F; ++j) phi[i][j] = std::exp(phi[i][j] - level[j]);
+                for (; j + LANES<T> <= p.F; j += LANES<T>) {
+                    const Vector<T> to = vector(level.data() + j);
+                    vector(phi[i] + j) = exponential<T>(vector(phi[i] + j) - (to == NO_LEVEL<T> ? Vector<T>{} : to));
+                }
+                for (; j < p.F; ++j) phi[i][j] = std::exp(phi[i][j] - base_of(level[j]));
             }
             std::fill(phi[i] + p.F, phi[i] + padded<T>(p.F), T(0));
         }

@@ -39,6 +39,10 @@ class StateError(SubquadError, ValueError):
     """A decode state that does not fit the call: another method, shape, precision or device."""
 
 
+class OutOfMemoryError(SubquadError, MemoryError):
+    """A compiled kernel could not get the memory that it works in."""
+
+
 class MissingExtraError(SubquadError, ImportError):
     """An optional dependency is not installed."""
 

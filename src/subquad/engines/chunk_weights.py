@@ -1,7 +1,8 @@
 """The weights of the causal form: of each key inside a chunk, and of the sums before the chunk.
 
 A key enters as phi = e^b f. Weights are kept relative to a level, the largest b so far, and the sums are rescaled when the
-level rises. Every factor is then at most 1, whatever the keys are.
+level rises. Every factor is then at most 1, whatever the keys are. Pads have b = -inf, and so has the level before the first
+key; weights are then relative to 0.
 
 B batch, K key-value heads, G query heads per key-value head, Dv value channels, m features, c chunks of C tokens.
 """
@@ -19,6 +20,7 @@ from subquad.masks import causal
 
 CHUNK = 64  # tokens per chunk
 _EXACT_CHUNK = 16  # if each channel has its own level at each token, which takes a product of size C * C * m
+NO_LEVEL = -math.inf  # before the first key
 _SAFE_RISE = 60.0  # e^60 and e^-60 are well inside the range of float32
 
 
@@ -140,7 +142,8 @@ def levelled_by_chunk(f: Tensor | None, b: Tensor, level: Tensor) -> Weights:
     if f is None:
         return _relative_to_tops(b, tops, level)
     before, end = _before(tops, level)
-    return _ByPair((before - tops).exp(), end, b.shape[3], f, (b - tops).exp_().mT)
+    base = _base(tops)
+    return _ByPair((before - base).exp(), end, b.shape[3], f, (b - base).exp_().mT)
 
 
 def decayed(f: Tensor, log_decay: Tensor) -> Weights:
@@ -160,15 +163,17 @@ def _relative(b: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     top = torch.maximum(b.detach().flatten(2, 3).cummax(2).values, level).unflatten(2, b.shape[2:4])
     before, end = _before(top[..., -1:, :], level)
+    base = _base(top)
     future = ~causal(b.shape[3], b.shape[3], b.device).unsqueeze(-1)
-    within = (b.unsqueeze(-3) - top.unsqueeze(-2)).masked_fill_(future, -math.inf).exp_()
-    return within, (before - top).exp(), end
+    within = (b.unsqueeze(-3) - base.unsqueeze(-2)).masked_fill_(future, -math.inf).exp_()
+    return within, (before - base).exp(), end
 
 
 def _relative_to_tops(b: Tensor, tops: Tensor, level: Tensor) -> Weights:
     """Relative to the largest b up to the end of each chunk, so that a key has the same weight for all queries of its chunk."""
     before, end = _before(tops, level)
-    return _Equal((before - tops).exp(), end, b.shape[3], (b - tops).exp_())
+    base = _base(tops)
+    return _Equal((before - base).exp(), end, b.shape[3], (b - base).exp_())
 
 
 def _tops(b: Tensor, level: Tensor) -> Tensor:
@@ -182,7 +187,7 @@ def _rises_gently(b: Tensor, tops: Tensor, level: Tensor) -> bool:
         return False
     first = torch.maximum(_before(tops, level)[0], b.detach()[..., :1, :])  # the level at the chunk's first token
     try:
-        return bool((tops - first).max() <= _SAFE_RISE)
+        return bool((_base(tops) - first).masked_fill(tops == NO_LEVEL, 0).max() <= _SAFE_RISE)
     except RuntimeError:  # meta tensors, fake tensors and vmap have no values to look at
         return False
 
@@ -192,6 +197,6 @@ def _before(ends: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([start.unsqueeze(2), ends[:, :, :-1]], dim=2), ends[:, :, -1]
 
 
-def lowest(x: Tensor) -> float:
-    """A level below every b, whose differences stay finite."""
-    return torch.finfo(x.dtype).min / 4
+def _base(level: Tensor) -> Tensor:
+    """What exponents are taken relative to: the level, and 0 where there has been no key, for no infinity less infinity."""
+    return level.masked_fill(level == NO_LEVEL, 0)

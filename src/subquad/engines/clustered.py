@@ -266,7 +266,8 @@ def _softmax(scores: Tensor, pad: Tensor | None) -> Tensor:
     """Over the last dimension; 0 at pads, also where all are pads."""
     if pad is None:
         return scores.softmax(-1)
-    return scores.masked_fill(pad, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(pad, 0)
+    left_out = pad & ~pad.all(-1, keepdim=True)  # no infinity less infinity where all are pads
+    return scores.masked_fill(left_out, -math.inf).softmax(-1).masked_fill(pad, 0)
 
 
 def _gather_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -27,13 +27,13 @@ from torch import Tensor
 from subquad.engines.call import Call
 from subquad.engines.chunk_weights import (
     CHUNK,
+    NO_LEVEL,
     Weights,
     decayed,
     equal,
     levelled_by_channel,
     levelled_by_chunk,
     levelled_by_key,
-    lowest,
 )
 from subquad.engines.state_spec import StateSpec, TensorSpec
 from subquad.errors import InputError
@@ -203,7 +203,7 @@ def _map_keys(tokens: _Tokens, rule: KernelizedRule) -> _Keys:
         return _Keys(f, b, value, log_decay, None)
     real = tokens.mask[:, None, :, None]
     if b is not None:
-        b = b.masked_fill(~real, lowest(b))  # below every real key; before the first real key, the sums are of zero values
+        b = b.masked_fill(~real, NO_LEVEL)  # below every real key
     elif f is not None:
         f = f * real
     log_decay = None if log_decay is None else log_decay.masked_fill(~real, 0.0)
@@ -289,7 +289,7 @@ def _zero_sums(keys: _Keys, rule: KernelizedRule) -> Sums:
     if rule.normalizer == "mean":
         sums["count"] = keys.value.new_zeros(batch, 1, 1, 1)
     if keys.b is not None:
-        sums["level"] = keys.b.new_full((batch, kv_heads, 1, keys.b.shape[-1]), lowest(keys.b))
+        sums["level"] = keys.b.new_full((batch, kv_heads, 1, keys.b.shape[-1]), NO_LEVEL)
     return sums
 
 

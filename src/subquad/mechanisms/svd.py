@@ -9,6 +9,7 @@ nor columns of A, so `key_padding_mask` applies to queries and keys alike, and t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -71,7 +72,8 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> T
     if mask is None:
         return scores.softmax(-1)
     real = mask[:, None, :, None] & mask[:, None, None, :]
-    scores = scores.masked_fill(~mask[:, None, None, :], torch.finfo(scores.dtype).min)
+    left_out = ~mask & mask.any(1, keepdim=True)  # no infinity less infinity where all are pads
+    scores = scores.masked_fill(left_out[:, None, None, :], -math.inf)
     return scores.softmax(-1).masked_fill(~real, 0)
 
 

@@ -14,7 +14,8 @@ from subquad.ops.precision import needs_gradient
 _SIZES = ("batch", "heads", "kv_heads", "tokens", "channels", "value_channels")
 _RULE = ("rounds", "buckets", "chunk", "shared", "is_causal")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
-_Call = native_call.structure("Call", (*_SIZES, *_RULE, "threads"), ("scale",), _VIEWS, ("query_bucket", "key_bucket", "lse"))
+_POINTERS = ("query_bucket", "key_bucket", "top", "sum")
+_Call = native_call.structure("Call", (*_SIZES, *_RULE, "threads"), ("scale",), _VIEWS, _POINTERS)
 
 
 class Rule(NamedTuple):
@@ -36,33 +37,34 @@ def attend(
 
 
 class _BucketedSoftmax(torch.autograd.Function):
-    """The output and the log-sum-exp of its scores."""
+    """The output, the largest score of each query and `sum e^(score - largest)`."""
 
     @staticmethod
     def forward(
         query: Tensor, key: Tensor, value: Tensor, query_bucket: Tensor, key_bucket: Tensor, rule: Rule, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = (native_call.as_rows(x) for x in (query, key, value))
         out = native_call.empty_rows(query, value.shape[3])
-        lse = query.new_empty(query.shape[:3])
+        top, total = query.new_empty(query.shape[:3]), query.new_empty(query.shape[:3])
         views = {"query": query, "key": key, "value": value, "out": out}
-        _call("bucketed_forward", views, {"query_bucket": query_bucket, "key_bucket": key_bucket, "lse": lse}, rule, scale)
-        return out, lse
+        pointers = dict(zip(_POINTERS, (query_bucket, key_bucket, top, total), strict=True))
+        _call("bucketed_forward", views, pointers, rule, scale)
+        return out, top, total
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         *tensors, ctx.rule, ctx.scale = inputs
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        *tensors, query_bucket, key_bucket, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        *tensors, query_bucket, key_bucket, out, top, total = ctx.saved_tensors
         query, key, value, grad_rows = (native_call.as_rows(x) for x in (*tensors, grad))
         grads = [native_call.empty_rows(x, x.shape[3]) for x in (query, key, value)]
         views = {"query": query, "key": key, "value": value, "out": out, "grad": grad_rows}
         views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
-        pointers = {"query_bucket": query_bucket, "key_bucket": key_bucket, "lse": lse}
+        pointers = dict(zip(_POINTERS, (query_bucket, key_bucket, top, total), strict=True))
         _call("bucketed_backward", views, pointers, ctx.rule, ctx.scale)
         found = [g.to(x.dtype) for g, x in zip(grads, tensors, strict=True)]
         return *forbid_double_backward(found, [grad, *tensors]), None, None, None, None

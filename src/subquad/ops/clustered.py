@@ -18,7 +18,7 @@ _ASSIGN_SIZES = ("batch", "heads", "queries", "bits", "clusters", "iterations")
 _AssignCall = native_call.structure("AssignCall", (*_ASSIGN_SIZES, "threads"), (), ("code",), ("real", "assignment"))
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_channels", "clusters", "topk")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
-_POINTERS = ("rest", "mass", "lse", "assignment", "mask", "real", "top")
+_POINTERS = ("rest", "mass", "level", "total", "assignment", "mask", "real", "top")
 _Call = native_call.structure("Call", (*_SIZES, "threads"), ("scale",), _VIEWS, _POINTERS)
 
 
@@ -38,7 +38,8 @@ class ClusterAttention(NamedTuple):
 
     rest: Tensor  # (B, H, C, Dv): the weighted sum of all values but those of the top keys
     mass: Tensor  # (B, H, C): the weight of the top keys
-    lse: Tensor  # (B, H, C): the log-sum-exp of the scores
+    level: Tensor  # (B, H, C): the largest score
+    total: Tensor  # (B, H, C): the sum of e^(score - level)
     top: Tensor  # (B, H, C, k): the top keys
 
 
@@ -61,7 +62,8 @@ def forward(inputs: ClusteredInputs, clusters: int, topk: int, scale: float) -> 
     shared = ClusterAttention(
         rest=query.new_empty(*shape, value.shape[3]),
         mass=query.new_empty(shape),
-        lse=query.new_empty(shape),
+        level=query.new_empty(shape),
+        total=query.new_empty(shape),
         top=torch.empty(*shape, topk, dtype=torch.int32),
     )
     _call("clustered_forward", {"query": query, "key": key, "value": value, "out": out}, inputs, shared, scale)

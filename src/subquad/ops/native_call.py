@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.errors import OutOfMemoryError
 from subquad.ops import native_library
 from subquad.ops.hugepages import advise_huge_pages
 from subquad.ops.precision import upcast
 
+_DONE, _OUT_OF_MEMORY = 0, 1  # enum Result of csrc/common/errors.h
 _ONE_THREAD_WORK = 2**19  # multiplications that one thread finishes before a second one has woken up
 
 
@@ -53,7 +55,19 @@ def call(
     library = native_library.load()
     assert library is not None
     dtype = str(next(t for t in (*views.values(), *pointers.values()) if t is not None).dtype).removeprefix("torch.")
-    getattr(library, f"subquad_{function}_{dtype}")(ctypes.byref(arguments))
+    result = getattr(library, f"subquad_{function}_{dtype}")(ctypes.byref(arguments))
+    if result != _DONE:
+        raise _error(result, function, {name: tuple(x.shape) for name, x in views.items()})
+
+
+def _error(result: int, function: str, shapes: Mapping[str, tuple[int, ...]]) -> Exception:
+    if result != _OUT_OF_MEMORY:
+        return RuntimeError(f"the compiled kernel {function} failed with code {result}.")
+    given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    return OutOfMemoryError(
+        f"the compiled kernel {function} needs memory to work in, and there is not enough; got {given or 'no tensors'}. Pass a "
+        "smaller batch or a shorter sequence."
+    )
 
 
 def as_rows(x: Tensor) -> Tensor:

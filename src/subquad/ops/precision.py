@@ -1,6 +1,8 @@
-"""What every engine asks of its tensors: in which precision to compute, and whether autograd needs gradients."""
+"""What every engine asks of its tensors: in which precision to compute, whether a result is NaN, who needs gradients."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -14,6 +16,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def upcast(x: Tensor) -> Tensor:
     """`x` in the precision to compute in."""
     return x.to(compute_dtype(x))
+
+
+def has_nan(x: Tensor) -> bool:
+    """Whether a NaN is in `x`, which is in CPU memory. False where that is unknown: traced calls, fake tensors, vmap, a GPU."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    try:
+        return math.isnan(x.detach().sum().item())
+    except RuntimeError:  # there are no values to look at
+        return False
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -4,7 +4,7 @@ A *tile* is a run of equal blocks of queries, each of which sees one run of keys
 over one arrangement of queries and keys. Softmax attention over a list of tile groups is over the disjoint union of the keys
 that they show a query.
 
-A pair is masked by adding `MASKED` to its score. A query whose pairs are all masked is an *empty row* of the output: it is 0.
+A pair is masked by a score of minus infinity. A query whose pairs are all masked is an *empty row* of the output: it is 0.
 
 Z sequences, one per batch entry and key-value head, S subsequences of each, G query heads per key-value head, n queries, m
 keys, D channels, E value channels; R = Z G rows of output, N queries each.
@@ -13,6 +13,7 @@ keys, D channels, E value channels; R = Z G rows of output, N queries each.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,17 +25,16 @@ from subquad.ops import native_call
 from subquad.ops.double_backward import forbid_double_backward
 from subquad.ops.hugepages import advise_huge_pages
 
-MASKED = -1e30  # below every score, but finite: its exponential is 0, and no infinity is subtracted from another
-EMPTY = MASKED / 10  # a log-sum-exp below this is that of an empty row
+MASKED = -math.inf  # below every score, however large scores are
 
 
 class Tile(NamedTuple):
     """`blocks` equal blocks of `rows` queries, from `first_row` on. Block b sees the `columns` keys that start at
     `first_column + b * column_step`.
 
-    `mask` (Z S or 1, blocks or 1, rows or 1, columns) is added to the scores. `is_causal`: query i of a block sees its keys 0
-    to i. `run_starts` (R or 1, blocks, r): block b sees r runs of `columns / r` keys instead, which start there. A run ends
-    early where there are no more keys, and is left out if it starts at -1.
+    `mask` (Z S or 1, blocks or 1, rows or 1, columns) is 0, or `MASKED` for pairs to leave out. `is_causal`: query i of a
+    block sees its keys 0 to i. `run_starts` (R or 1, blocks, r): block b sees r runs of `columns / r` keys instead, which start
+    there. A run ends early where there are no more keys, and is left out if it starts at -1.
     """
 
     first_row: int
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 class TileGroup(NamedTuple):
     """What `tiles` show of `key` (Z, S, m, D), `value` (Z, S, m, E) to `query` (Z, S, G, n, D).
 
-    `bias` (Z or 1, S, m), 0 or `MASKED`, is added to all scores of a key. `output_row` (R or 1, S n) is the row of the output,
+    `bias` (Z or 1, S, m) is 0, or `MASKED` for keys that no query sees. `output_row` (R or 1, S n) is the row of the output,
     0 to N - 1, that a query belongs to; several queries may share one. N discards a query. None: row i for query i.
     """
 
@@ -74,7 +74,7 @@ class TileGroup(NamedTuple):
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to the scores: 0 where `allowed`, `MASKED` elsewhere."""
+    """0 where `allowed`, `MASKED` elsewhere."""
     return torch.where(allowed, 0.0, MASKED).to(dtype)
 
 
@@ -111,37 +111,38 @@ _STRIDES = ("query_head", "d_query_head", "bias_sequence", "output_row_stride")
 _VIEWS = ("query", "key", "value", "d_query", "d_key", "d_value")
 _TileGroup = native_call.structure("TileGroup", (*_SIZES, *_STRIDES, "tiles"), (), _VIEWS, ("bias", "output_row", "tile"))
 _NUMBERS = ("groups", "length", "channels", "value_channels")
-_Call = native_call.structure("Call", (*_NUMBERS, "threads"), ("scale",), (), ("group", "out", "top", "lse", "grad"))
+_Call = native_call.structure("Call", (*_NUMBERS, "threads"), ("scale",), (), ("group", "out", "top", "sum", "grad"))
 
 
 class CompiledSoftmax(torch.autograd.Function):
-    """The output (R, N, E) and the log-sum-exp of its scores (R, N), infinite for empty rows."""
+    """The output (R, N, E), the largest score of each row and `sum e^(score - largest)`, (R, N); both are 0 for empty rows."""
 
     @staticmethod
-    def forward(groups: Sequence[TileGroup], length: int, scale: float, *_: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(groups: Sequence[TileGroup], length: int, scale: float, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`_` is `differentiable(groups)`."""
         groups = [_as_kernel_reads(group) for group in groups]
         query, value = groups[0].query, groups[0].value
         out = advise_huge_pages(query.new_empty(query.shape[0] * query.shape[2], length, value.shape[-1]))
-        lse, top = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
-        _call("tiles_forward", groups, [{} for _ in groups], scale, {"out": out, "top": top, "lse": lse})
-        return out, lse
+        top, total = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
+        _call("tiles_forward", groups, [{} for _ in groups], scale, {"out": out, "top": top, "sum": total})
+        return out, top, total
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         groups, _, ctx.scale, *_ = inputs
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(*output[1:])
         save_for_backward(ctx, groups, *output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        out, lse, *saved = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        out, top, total, *saved = ctx.saved_tensors
         groups = [_as_kernel_reads(group) for group in saved_groups(ctx, saved)]
         grads = []
         for group in groups:
             query, key, value = (advise_huge_pages(torch.empty_like(x)) for x in (group.query, group.key, group.value))
             grads.append({"d_query": query, "d_key": key.zero_(), "d_value": value.zero_()})
-        _call("tiles_backward", groups, grads, ctx.scale, {"out": out, "lse": lse, "grad": grad.contiguous().resolve_neg()})
+        results = {"out": out, "top": top, "sum": total, "grad": grad.contiguous().resolve_neg()}
+        _call("tiles_backward", groups, grads, ctx.scale, results)
         return None, None, None, *forbid_double_backward([g for found in grads for g in found.values()], [grad, *saved])
 
 

@@ -9,6 +9,9 @@ with PyTorch's fused kernel and merges the results. It reads keys through overla
 backward pass recomputes the weights of each tile from `l` and the merged output (Dao et al., 2022, arXiv:2205.14135), so memory
 stays linear.
 
+The fused kernel adds a mask to the scores, which makes NaN of a masked score that has overflowed or is NaN. The fallback then
+computes everything again with plain operations, which replace masked scores; under torch.compile it cannot.
+
 Z sequences, one per batch entry and key-value head, S subsequences of each, G query heads per key-value head, n queries, m
 keys, W channels; R = Z G rows of output, N queries each.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +30,8 @@ from subquad.engines.block_sparse.key_sets import pad_to
 from subquad.ops.dispatch import can_use_compiled
 from subquad.ops.double_backward import forbid_double_backward
 from subquad.ops.hugepages import advise_huge_pages
-from subquad.ops.precision import needs_gradient
+from subquad.ops.precision import has_nan, needs_gradient
 from subquad.ops.tiles import (
-    EMPTY,
     MASKED,
     CompiledSoftmax,
     Tile,
@@ -48,19 +50,16 @@ def attend(groups: Sequence[TileGroup], length: int, scale: float) -> tuple[Tens
     inputs = differentiable(groups)
     if can_use_compiled(*inputs, *(t for group in groups for t in group.constants)):
         compiled = CompiledSoftmax.apply if needs_gradient(*inputs) else CompiledSoftmax.forward
-        out, lse = compiled(groups, length, scale, *inputs)
-        return out, lse.isinf()
-    width = groups[0].value.shape[-1]
+        out, _, total = compiled(groups, length, scale, *inputs)
+        return out, total == 0
     groups = [_gather_runs(group) for group in groups]
-    has_bias = any(group.bias is not None for group in groups)
-    if has_bias or scale <= 0:  # the fused kernel would scale the bias, or the mask of a causal tile
-        groups, scale = [group._replace(query=group.query * scale) for group in groups], 1.0
-    groups = [_equal_widths(group, has_bias) for group in groups]
     inputs = differentiable(groups)
     # torch.compile takes a Function with setup_context only where a gradient is recorded.
-    is_plain = torch.compiler.is_compiling() and not needs_gradient(*inputs)
-    out, empty, _ = (_MergedSoftmax.forward if is_plain else _MergedSoftmax.apply)(groups, length, scale, *inputs)
-    return out[..., :width], empty
+    run = _MergedSoftmax.forward if torch.compiler.is_compiling() and not needs_gradient(*inputs) else _MergedSoftmax.apply
+    out, empty, _ = run(groups, length, scale, True, *inputs)
+    if has_nan(out):
+        out, empty, _ = run(groups, length, scale, False, *inputs)
+    return out, empty
 
 
 def _gather_runs(group: TileGroup) -> TileGroup:
@@ -88,10 +87,31 @@ def _gather_runs(group: TileGroup) -> TileGroup:
     return TileGroup(query, key, value, tiles, group.output_row, bias.unsqueeze(1))
 
 
-def _equal_widths(group: TileGroup, has_bias: bool) -> TileGroup:
-    """Queries, keys and values of one width, as the fused kernel needs them. A bias becomes the last channel of the keys."""
-    query, key, value = group.query, group.key, group.value
-    width = max(query.shape[-1] + has_bias, value.shape[-1])
+class _Wide(NamedTuple):
+    """Tile groups as the fused kernel needs them: queries, keys and values of one width.
+
+    A bias becomes the last channel of the keys; that of the queries is 1.
+    """
+
+    groups: list[TileGroup]
+    factor: float  # on the queries, already applied
+    scale: float  # still to be applied
+    has_bias: bool
+    width: int
+    is_fused: bool  # computed by the fused kernel, where there is one
+
+    @staticmethod
+    def of(groups: Sequence[TileGroup], scale: float, is_fused: bool) -> _Wide:
+        has_bias = any(group.bias is not None for group in groups)
+        width = max(groups[0].query.shape[-1] + has_bias, groups[0].value.shape[-1])
+        # The kernel would scale the bias, or the mask of a causal tile.
+        factor, scale = (scale, 1.0) if has_bias or scale <= 0 else (1.0, scale)
+        wide = [_widen(group, factor, has_bias, width) for group in groups]
+        return _Wide(wide, factor, scale, has_bias, width, is_fused)
+
+
+def _widen(group: TileGroup, factor: float, has_bias: bool, width: int) -> TileGroup:
+    query, key, value = group.query if factor == 1 else group.query * factor, group.key, group.value
     if has_bias:
         bias = key.new_zeros(()) if group.bias is None else group.bias.unsqueeze(-1)
         query, key = _with_last_channel(query, query.new_ones(()), width), _with_last_channel(key, bias, width)
@@ -110,28 +130,30 @@ def _with_last_channel(x: Tensor, last: Tensor, width: int) -> Tensor:
 
 
 class _MergedSoftmax(torch.autograd.Function):
-    """The output (R, N, W), which of its rows are empty, and its log-sum-exp, both (R, N)."""
+    """The output (R, N, E), which of its rows are empty, and its log-sum-exp, both (R, N)."""
 
     @staticmethod
-    def forward(groups: Sequence[TileGroup], length: int, scale: float, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        groups: Sequence[TileGroup], length: int, scale: float, is_fused: bool, *_: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`_` is `differentiable(groups)`."""
-        query = groups[0].query
-        out = advise_huge_pages(query.new_empty(query.shape[0] * query.shape[2], length, query.shape[-1]))
+        wide, query, width = _Wide.of(groups, scale, is_fused), groups[0].query, groups[0].value.shape[-1]
+        out = advise_huge_pages(query.new_empty(query.shape[0] * query.shape[2], length, width))
         lse = out.new_empty(out.shape[:2])
         empty = out.new_empty(out.shape[:2], dtype=torch.bool)
         for start, end in _row_pieces(out, groups):
-            pieces = [_slice_rows(group, start, end) for group in groups]
-            results = [_attend_group(piece, scale) for piece in pieces]
+            pieces = [_slice_rows(group, start, end) for group in wide.groups]
+            results = [_attend_group(piece, wide) for piece in pieces]
             merged, level = _merge(results, [piece.output_row for piece in pieces], length)
-            is_empty = level < EMPTY
-            out[start:end] = merged.masked_fill_(is_empty.unsqueeze(-1), 0)
+            is_empty = level == MASKED
+            out[start:end] = merged[..., :width].masked_fill_(is_empty.unsqueeze(-1), 0)
             lse[start:end] = level.masked_fill_(is_empty, 0)  # so that e^(score - lse) of a masked pair is 0
             empty[start:end] = is_empty
         return out, empty, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        groups, _, ctx.scale, *_ = inputs
+        groups, _, ctx.scale, ctx.is_fused, *_ = inputs
         out, empty, lse = output
         ctx.mark_non_differentiable(empty, lse)
         save_for_backward(ctx, groups, out, lse)
@@ -140,21 +162,26 @@ class _MergedSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         out, lse, *saved = ctx.saved_tensors
         with torch.no_grad():
-            grads = _gradients(saved_groups(ctx, saved), grad, out, lse, ctx.scale)
-        return None, None, None, *forbid_double_backward(grads, [grad, *saved])
+            groups = saved_groups(ctx, saved)
+            grads = _gradients(groups, _Wide.of(groups, ctx.scale, ctx.is_fused), grad, out, lse)
+        return None, None, None, None, *forbid_double_backward(grads, [grad, *saved])
 
 
-def _gradients(groups: Sequence[TileGroup], grad: Tensor, out: Tensor, lse: Tensor, scale: float) -> list[Tensor]:
-    """The gradients of query, key and value of each group."""
-    grads = [[x.new_zeros(x.shape) for x in (group.query, group.key, group.value)] for group in groups]  # contiguous
+def _gradients(groups: Sequence[TileGroup], wide: _Wide, grad: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+    """The gradients of query, key and value of each of the `groups`."""
+    grad, out = pad_to(grad, wide.width, -1), pad_to(out, wide.width, -1)
+    grads = [[x.new_zeros(x.shape) for x in (group.query, group.key, group.value)] for group in wide.groups]  # contiguous
     for start, end in _row_pieces(out, groups):
-        for group, totals in zip(groups, grads, strict=True):
+        for group, totals in zip(wide.groups, grads, strict=True):
             piece, sequences = _slice_rows(group, start, end), slice(start // group.query_heads, end // group.query_heads)
             results = [t[start:end] for t in (grad, out, lse)]
             if piece.output_row is not None:
                 results = [_gather_rows(t, piece.output_row) for t in results]
-            _add_group_gradients(piece, results, [total[sequences] for total in totals], scale)
-    return list(itertools.chain.from_iterable(grads))
+            _add_group_gradients(piece, results, [total[sequences] for total in totals], wide)
+    found = [g[..., : x.shape[-1]] for g, x in zip(itertools.chain(*grads), differentiable(groups), strict=True)]
+    if wide.factor != 1:
+        found[::3] = [d_query * wide.factor for d_query in found[::3]]
+    return found
 
 
 def _row_pieces(out: Tensor, groups: Sequence[TileGroup]) -> list[tuple[int, int]]:
@@ -197,27 +224,28 @@ def _split_tile(tile: Tile, group: TileGroup) -> list[Tile]:
     return [blocks(first) for first in range(0, tile.blocks, count)]
 
 
-def _attend_group(group: TileGroup, scale: float) -> tuple[Tensor, Tensor]:
-    """(R, S n, W) and its log-sum-exp (R, S n)."""
+def _attend_group(group: TileGroup, wide: _Wide) -> tuple[Tensor, Tensor]:
+    """(R, S n, W) and its log-sum-exp (R, S n), `MASKED` for rows that see no key of the group."""
     query = group.query
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1])
-    for tile in group.tiles:
+    tiles = group.tiles if wide.is_fused else [part for tile in group.tiles for part in _split_tile(tile, group)]
+    for tile in tiles:
         key, value = (_tile_keys(x, tile, query) for x in (group.key, group.value))
-        found, level = _attend_tile(_tile_rows(query, tile), key, value, tile, scale)
+        found, level = _attend_tile(_tile_rows(query, tile), key, value, tile, wide)
         rows = slice(tile.first_row, tile.first_row + tile.blocks * tile.rows)
         out[:, :, :, rows] = _undo_tile_rows(found, tile, query)
         lse[:, :, :, rows] = _undo_tile_rows(level.unsqueeze(-1), tile, query).squeeze(-1)
     return _output_rows(out), _output_rows(lse.unsqueeze(-1)).squeeze(-1)
 
 
-def _add_group_gradients(group: TileGroup, results: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
+def _add_group_gradients(group: TileGroup, results: Sequence[Tensor], grads: Sequence[Tensor], wide: _Wide) -> None:
     """Add to the gradients of query, key and value; `results` are (R, S n, ...): the output's gradient, output, log-sum-exp."""
     query = group.query
     grad, out, lse = (_undo_output_rows(x if x.dim() == 3 else x.unsqueeze(-1), query) for x in results)
     for tile in itertools.chain.from_iterable(_split_tile(tile, group) for tile in group.tiles):
         key, value = (_tile_keys(x, tile, query) for x in (group.key, group.value))
         tile_grad, tile_query, tile_out, tile_lse = (_tile_rows(x, tile) for x in (grad, query, out, lse))
-        found = _tile_gradients(tile_grad, tile_query, key, value, tile_out, tile_lse.squeeze(-1), tile, scale)
+        found = _tile_gradients(tile_grad, tile_query, key, value, tile_out, tile_lse.squeeze(-1), tile, wide)
         rows = slice(tile.first_row, tile.first_row + tile.blocks * tile.rows)
         grads[0][:, :, :, rows] = _undo_tile_rows(found[0], tile, query)
         for total, new in zip(grads[1:], found[1:], strict=True):
@@ -231,12 +259,13 @@ def _merge(results: Sequence[tuple[Tensor, Tensor]], rows: Sequence[Tensor | Non
     largest = torch.stack([_scatter_rows(lse, row, length, "amax") for (_, lse), row in zip(results, rows, strict=True)]).amax(
         0
     )
+    largest = largest.masked_fill_(largest == MASKED, 0)  # no infinity less infinity in empty rows
     total, out = torch.zeros_like(largest), torch.zeros_like(results[0][0][:, :1]).repeat(1, length, 1)
     for (o, lse), row in zip(results, rows, strict=True):
         weight = (lse - (largest if row is None else _gather_rows(largest, row))).exp()
         total += _scatter_rows(weight, row, length, "sum")
         out += _scatter_rows(o * weight.unsqueeze(-1), row, length, "sum")
-    return out.div_(total.unsqueeze(-1)), largest + total.log()
+    return out.div_(total.masked_fill(total == 0, 1).unsqueeze(-1)), largest + total.log()
 
 
 def _scatter_rows(x: Tensor, row: Tensor | None, length: int, reduce: str) -> Tensor:
@@ -315,30 +344,47 @@ def _tile_mask(tile: Tile, queries: Tensor) -> Tensor | None:
     return mask.repeat(1, 1, queries.shape[2] // mask.shape[2], 1)
 
 
-def _attend_tile(query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention of (Z, h, n, W) and its log-sum-exp (Z, h, n)."""
+def _attend_tile(query: Tensor, key: Tensor, value: Tensor, tile: Tile, wide: _Wide) -> tuple[Tensor, Tensor]:
+    """Softmax attention of (Z, h, n, W) and its log-sum-exp (Z, h, n), `MASKED` for rows that see no key."""
     mask = _tile_mask(tile, query)
-    if _has_fused_kernel(query, key):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, tile.is_causal, attn_mask=mask, scale=scale
+    if wide.is_fused and _has_fused_kernel(query, key):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, tile.is_causal, attn_mask=mask, scale=wide.scale
         )
-    scores = _scores(query, key, mask, tile, scale)
+        empty = _empty_rows(mask, key[..., -1] if wide.has_bias else None, tile)
+        return (out, lse) if empty is None else (out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, MASKED))
+    scores = _scores(query, key, mask, tile, wide)
     lse = scores.logsumexp(-1) if key.shape[2] else query.new_full(query.shape[:3], MASKED)
-    return (scores - lse.unsqueeze(-1)).exp() @ value, lse
+    return (scores - lse.masked_fill(lse == MASKED, 0).unsqueeze(-1)).exp() @ value, lse
+
+
+def _empty_rows(mask: Tensor | None, bias: Tensor | None, tile: Tile) -> Tensor | None:
+    """The rows (Z or 1, h or 1, n or 1) of a tile that see no key; None if there is none. `bias` is (Z, h, columns).
+
+    The fused kernel gives them a log-sum-exp of 0, which is also that of a single key whose score is 0.
+    """
+    if bias is None:
+        return None if mask is None else mask.amax(-1) == MASKED
+    allowed = bias.exp()  # 1 or 0
+    if mask is None:
+        seen = allowed.cumsum(-1) if tile.is_causal else allowed.sum(-1, keepdim=True)
+    else:
+        seen = torch.einsum("zhnc,zhc->zhn", mask.exp(), allowed)
+    return seen == 0
 
 
 def _tile_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, wide: _Wide
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, where `out` and `lse` are those of all keys together."""
     mask = _tile_mask(tile, query)
-    if _has_fused_kernel(query, key):
+    if wide.is_fused and _has_fused_kernel(query, key):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, tile.is_causal, attn_mask=mask, scale=scale
+            grad, query, key, value, out, lse, 0.0, tile.is_causal, attn_mask=mask, scale=wide.scale
         )
-    weights = (_scores(query, key, mask, tile, scale) - lse.unsqueeze(-1)).exp()
+    weights = (_scores(query, key, mask, tile, wide) - lse.unsqueeze(-1)).exp()
     inner = grad @ value.mT - (grad * out).sum(-1, keepdim=True)
-    scores = weights * inner * scale
+    scores = weights * inner * wide.scale
     return scores @ key, scores.mT @ query, weights.mT @ grad
 
 
@@ -347,10 +393,13 @@ def _has_fused_kernel(query: Tensor, key: Tensor) -> bool:
     return query.device.type == "cpu" and query.numel() > 0 and key.numel() > 0
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, tile: Tile, scale: float) -> Tensor:
-    scores = query @ key.mT * scale
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, tile: Tile, wide: _Wide) -> Tensor:
+    channels = slice(-1 if wide.has_bias else None)
+    scores = query[..., channels] * wide.scale @ key[..., channels].mT
+    if wide.has_bias:
+        scores = scores.masked_fill(key[..., None, :, -1] == MASKED, MASKED)
     if mask is not None:
-        scores = scores + mask
+        scores = scores.masked_fill(mask == MASKED, MASKED)
     if tile.is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, MASKED)
