@@ -57,16 +57,16 @@ def call(
     dtype = str(next(t for t in (*views.values(), *pointers.values()) if t is not None).dtype).removeprefix("torch.")
     result = getattr(library, f"subquad_{function}_{dtype}")(ctypes.byref(arguments))
     if result != _DONE:
-        raise _error(result, function, {name: tuple(x.shape) for name, x in views.items()})
+        raise _error(result, function, {**views, **pointers})
 
 
-def _error(result: int, function: str, shapes: Mapping[str, tuple[int, ...]]) -> Exception:
+def _error(result: int, function: str, tensors: Mapping[str, Tensor | None]) -> Exception:
     if result != _OUT_OF_MEMORY:
         return RuntimeError(f"the compiled kernel {function} failed with code {result}.")
-    given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items() if t is not None)
     return OutOfMemoryError(
-        f"the compiled kernel {function} needs memory to work in, and there is not enough; got {given or 'no tensors'}. Pass a "
-        "smaller batch or a shorter sequence."
+        f"the compiled kernel {function} needs memory to work in, and there is not enough; got {given}. Pass a smaller batch "
+        "or a shorter sequence."
     )
 
 
