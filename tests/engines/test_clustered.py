@@ -150,3 +150,12 @@ def test_only_the_gradients_asked_for():
     with dispatch.disabled():
         (expected,) = torch.autograd.grad(sq.attention(q, k, v, mechanism), k, grad)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("topk", [0, 4])
+@torch.no_grad()
+def test_values_near_the_largest_number(topk):
+    """Weights are divided by their sum before they meet the values."""
+    q, k = torch.randn(2, 1, 1, 40, 8, generator=torch.Generator().manual_seed(6)).unbind(0)
+    found = sq.attention(q, k, torch.full((1, 1, 40, 3), 3e38), sq.Clustered(clusters=4, topk=topk))
+    torch.testing.assert_close(found, torch.full_like(found, 3e38))
