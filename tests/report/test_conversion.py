@@ -7,7 +7,7 @@ import pytest
 
 from subquad.conversion.diagnosis import Diagnosis, Head
 from subquad.conversion.repair.keep_search import Kept
-from subquad.conversion.repair.loop import StageProgress
+from subquad.conversion.repair.schedule import StageProgress
 from subquad.conversion.results import Results
 from subquad.report.conversion import conversion_charts, headline, heads, summary, trail, write_conversion_page
 from tests.report.test_page import HOSTILE, Outline

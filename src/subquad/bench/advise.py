@@ -11,8 +11,8 @@ from typing import Any
 
 from subquad.bench import analysis
 from subquad.bench.compare import FILE, compare
-from subquad.bench.plan import LONGEST, Plan, default_methods
-from subquad.bench.results import BASELINE, Pass, Results, Setting, load
+from subquad.bench.plan import Plan, default_methods
+from subquad.bench.results import BASELINE, LONGEST, Pass, Results, Setting, load
 from subquad.errors import InputError
 from subquad.families.base import Mechanism
 from subquad.mechanisms import Local, Longformer, Pooled
@@ -26,6 +26,7 @@ _WINDOWED: dict[str, Callable[[int], Mechanism]] = {
 }
 
 _EXTRAPOLATION = 16  # how many times the longest measured length one may ask for
+_STEEPEST = 3.0  # exponent with which a figure may grow or shrink with the length; a steeper one is noise
 
 
 @dataclass(frozen=True)
@@ -175,14 +176,15 @@ def _memory(results: Results, name: str, length: int) -> float | None:
 
 def _at(points: Sequence[tuple[int, float]], length: int) -> float | None:
     """The value at `length`: interpolated between the two nearest lengths, or extrapolated from the last two."""
-    points = sorted((n, v) for n, v in points if v > 0)
+    points = sorted((n, v) for n, v in points if 0 < v < math.inf)
     if not points:
         return None
     if len(points) == 1 or length <= points[0][0]:
         return points[0][1]
     after = next((i for i, (n, _) in enumerate(points) if n >= length), len(points) - 1)
     (n, v), (m, w) = points[max(after - 1, 0)], points[max(after, 1)]
-    return v * (length / n) ** (math.log(w / v) / math.log(m / n))
+    exponent = math.log(w / v) / math.log(m / n)
+    return v * (length / n) ** max(-_STEEPEST, min(exponent, _STEEPEST))
 
 
 def _choose(rated: list[Advice], length: int, kind: Pass) -> list[Advice]:

@@ -20,6 +20,7 @@ from subquad.bench.plan import Plan, check_plan, example, refusals_of
 from subquad.bench.results import BASELINE, Facts, Pass, Results, Setting, Timing, load, save
 from subquad.bench.worker import MeasuringWorker, WorkerError
 from subquad.registry import resolve
+from subquad.runs.files import remove_unfinished
 from subquad.runs.lock import exclusive
 from subquad.runs.machine import describe_machine
 from subquad.runs.memory import free_memory
@@ -54,6 +55,7 @@ def compare(
     check_plan(plan, setting)
     path = out / FILE
     with exclusive(out, "comparison"):
+        remove_unfinished(path)
         results = _begin(plan, setting, path, fresh)
         save(results, path)
         with MeasuringWorker(setting, plan.qkv) as worker:
@@ -275,7 +277,7 @@ class _Run:
     def _predicted_bytes(self, method: str, length: int) -> int | None:
         facts = [f for f in self.results.facts if f.method == method and f.status == "measured" and f.length < length]
         points = [(f.length, float(f.peak_bytes)) for f in facts if f.peak_bytes]
-        return round(_extrapolated(points, length, 1.0)) if points else None
+        return min(round(_extrapolated(points, length, 1.0)), 2**62) if points else None
 
     def _ask(self, timeout: float, **order: Any) -> dict[str, Any]:
         try:

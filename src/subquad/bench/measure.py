@@ -22,8 +22,10 @@ from subquad.bench.results import BASELINE, Pass, Setting
 from subquad.errors import InputError, SubquadError
 from subquad.families.base import Mechanism
 from subquad.registry import resolve
+from subquad.runs.tensor_file import read_tensors
 
 MIN_SECONDS = 0.005  # of a timing; shorter calls are repeated
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CHECKED_LENGTH = 150  # tokens on which a method must agree with its reference
 
 
@@ -42,19 +44,17 @@ def inputs(setting: Setting, length: int, seed: int = 0) -> tuple[Tensor, Tensor
 
 def saved_inputs(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value (B, H, N, D) of a model, from a file with tensors of these names."""
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            saved = load_file(path)
-        else:
-            saved = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # each reader has its own errors for a file of another kind
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path} cannot be read as saved tensors (.pt, .safetensors): {said}") from error
+    saved = read_tensors(path)
     names = ("query", "key", "value")
     if not isinstance(saved, dict) or not all(isinstance(saved.get(name), Tensor) for name in names):
-        raise InputError(f"{path} must contain tensors named query, key and value; got {', '.join(map(str, saved))}.")
+        got = ", ".join(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+        raise InputError(f"{path} must contain tensors named query, key and value; got {got}.")
+    for name in names:
+        if not _is_plain(saved[name]):
+            raise InputError(
+                f"{name} in {path} must be a dense tensor of float16, bfloat16, float32 or float64, on the CPU and with all of "
+                f"its entries; got {saved[name].layout}, {saved[name].dtype}, {saved[name].device}. Save a contiguous copy."
+            )
     query, key, value = (saved[name] for name in names)
     if query.dim() != 4 or not query.shape == key.shape == value.shape:
         shapes = ", ".join(str(tuple(saved[name].shape)) for name in names)
@@ -62,6 +62,12 @@ def saved_inputs(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     if not all(x.isfinite().all() for x in (query, key, value)):
         raise InputError(f"query, key and value in {path} must be finite; got NaN or infinity. Save them again.")
     return query, key, value
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether it can be computed with, and has its size on the disk: entries that share memory could stand for terabytes."""
+    is_dense = x.layout == torch.strided and x.device.type == "cpu" and not x.is_nested and x.numel() > 0
+    return is_dense and x.dtype in _DTYPES and x.untyped_storage().nbytes() >= x.nbytes
 
 
 def call(method: str, setting: Setting, length: int, qkv: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Tensor]:

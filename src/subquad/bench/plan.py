@@ -9,13 +9,11 @@ import torch
 
 from subquad import reference
 from subquad.bench.measure import saved_inputs
-from subquad.bench.results import BASELINE, Pass, Setting
+from subquad.bench.results import BASELINE, LONGEST, Pass, Setting
 from subquad.errors import InputError
 from subquad.families.base import NEEDS, Mechanism
 from subquad.registry import methods as all_methods
 from subquad.registry import module_of, resolve
-
-LONGEST = 2**24  # tokens
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ A *cell* is one quantity of one method at one length. Times come in rounds: each
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from subquad.runs.results_file import read_results, valid_results, write_results
+from subquad.runs.results_file import Count, MethodName, Positive, load_results, write_results
+from subquad.runs.typed_json import Between, Figure, Scalar, misfit
 
 SCHEMA, VERSION = "subquad.compare", 1
 BASELINE = "sdpa"
@@ -19,19 +21,23 @@ Pass = Literal["forward", "training", "decode"]  # training: forward and backwar
 PASSES: tuple[Pass, ...] = get_args(Pass)
 Status = Literal["measured", "predicted", "refused", "failed"]
 STATUSES: tuple[Status, ...] = get_args(Status)
+LONGEST = 2**24  # tokens
+Tokens = Annotated[int, Between(1, LONGEST)]
+Seconds = Annotated[float, Between(1e-9, 1e9)]
+PredictedSeconds = Annotated[float, Between(1e-9, 1e40)]
 
 
 @dataclass(frozen=True)
 class Setting:
     """What all cells have in common."""
 
-    heads: int = 8
-    head_dim: int = 64
-    batch: int = 1
+    heads: Positive = 8
+    head_dim: Positive = 64
+    batch: Positive = 1
     dtype: str = "float32"
     is_causal: bool = False
     device: str = "cpu"
-    threads: int = 1
+    threads: Positive = 1
 
 
 @dataclass
@@ -44,12 +50,12 @@ class Timing:
         why: why it was predicted, refused or failed.
     """
 
-    method: str
-    length: int
+    method: MethodName
+    length: Tokens
     kind: Pass
     status: Status = "measured"
-    rounds: list[tuple[float, float | None]] = field(default_factory=list)
-    predicted: float | None = None
+    rounds: list[tuple[Seconds, Seconds | None]] = field(default_factory=list)
+    predicted: PredictedSeconds | None = None
     why: str = ""
 
 
@@ -57,11 +63,11 @@ class Timing:
 class Facts:
     """What is measured once: peak bytes beyond the inputs, and relative errors against exact softmax by kind of input."""
 
-    method: str
-    length: int
+    method: MethodName
+    length: Tokens
     status: Status = "measured"
-    peak_bytes: int | None = None
-    errors: dict[str, float] = field(default_factory=dict)
+    peak_bytes: Count | None = None
+    errors: dict[str, Figure] = field(default_factory=dict)
     why: str = ""
 
 
@@ -70,14 +76,14 @@ class Results:
     """One comparison, finished or not."""
 
     setting: Setting
-    machine: dict[str, Any]
+    machine: dict[str, Scalar]
     command: str = ""
-    methods: list[str] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    methods: list[MethodName] = field(default_factory=list)
+    lengths: list[Tokens] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
     facts: list[Facts] = field(default_factory=list)
-    refusals: dict[str, str] = field(default_factory=dict)  # methods that cannot be compared, and why
-    seconds: float = 0.0  # spent so far
+    refusals: dict[MethodName, str] = field(default_factory=dict)  # methods that cannot be compared, and why
+    seconds: Annotated[float, Between(0, 1e12)] = 0.0  # spent so far
     finished: bool = False
     inputs: str = ""  # the file with a model's inputs on which errors were measured: name and fingerprint
 
@@ -103,9 +109,18 @@ def _plain(results: Results) -> dict[str, Any]:
 
 def load(path: Path) -> Results:
     """Read a results file."""
-    fields = read_results(path, SCHEMA, VERSION)
-    with valid_results(path):
-        fields["setting"] = Setting(**fields["setting"])
-        fields["timings"] = [Timing(**{**t, "rounds": [(s, b) for s, b in t["rounds"]]}) for t in fields["timings"]]
-        fields["facts"] = [Facts(**f) for f in fields["facts"]]
-        return Results(**fields)
+    return load_results(path, SCHEMA, VERSION, Results, _require_sense)
+
+
+def _require_sense(results: Results) -> None:
+    """No cell twice, no method twice, and lengths in order."""
+    if results.lengths != sorted(set(results.lengths)):
+        raise misfit("lengths", "must be in ascending order, each once", results.lengths)
+    cells: dict[str, list[Any]] = {
+        "methods": results.methods,
+        "timings": [(t.method, t.length, t.kind) for t in results.timings],
+        "facts": [(f.method, f.length) for f in results.facts],
+    }
+    for place, keys in cells.items():
+        if repeated := [key for key, count in Counter(keys).items() if count > 1]:
+            raise misfit(place, "must have each entry once", repeated[0])

@@ -52,11 +52,11 @@ def advise(
         typer.echo(json.dumps(records, indent=2))
         return
     console = Console(highlight=False)
-    console.print(f"Measured {_where(given, path)}", style="dim")
+    console.print(f"Measured {escape(_where(given, path))}", style="dim")
     for advice in found:
         console.print(advice.method.info.name, style="bold")
         for reason in advice.reasons:
-            console.print(f"  {reason}")
+            console.print(f"  {escape(reason)}")
         console.print(f"  {escape(advice.code)}", style="cyan")
 
 
@@ -66,7 +66,7 @@ def _where(results: Any, path: Path | None) -> str:
 
     if results is None:
         return "just now, on this machine."
-    here = describe_machine(results.setting.device)
+    here = describe_machine()
     place = "this machine" if results.machine.get("processor") == here.get("processor") else "another machine"
     shape = f"{results.setting.heads} heads of {results.setting.head_dim} channels, {results.setting.dtype}"
     return f"in {path}, on {place}: {results.machine.get('processor')}, {results.setting.threads} threads, {shape}."

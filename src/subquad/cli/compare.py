@@ -90,7 +90,7 @@ def _report(results: Any, out: Path, png: bool) -> None:
     from subquad.bench.summary import table
 
     console = Console(highlight=False)
-    console.print(analysis.headline(results), style="bold")
+    console.print(escape(analysis.headline(results)), style="bold")
     for kind in PASSES:
         if any(t.rounds for t in results.of(kind)):
             console.print(table(results, kind, console.width))
@@ -103,4 +103,4 @@ def _report(results: Any, out: Path, png: bool) -> None:
         written += save_charts(results, out) if png else []
     except MissingExtraError as error:
         Console(stderr=True).print(f"[yellow]no report:[/yellow] {escape(str(error))}")
-    console.print("Written: " + ", ".join(map(str, written)), soft_wrap=True)
+    console.print(escape("Written: " + ", ".join(map(str, written))), soft_wrap=True)

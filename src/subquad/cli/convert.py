@@ -184,4 +184,4 @@ def _print(results: Any, paths: list[Path]) -> None:
         print_table(console, heads(results, _WORST))
     if not any(paths[0].glob("tokenizer*")):
         console.print("The model has no tokenizer, so none was saved.", style="dim", soft_wrap=True)
-    console.print("Written: " + ", ".join(map(str, paths)), soft_wrap=True)
+    console.print(escape("Written: " + ", ".join(map(str, paths))), soft_wrap=True)

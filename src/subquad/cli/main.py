@@ -18,6 +18,7 @@ from subquad.cli.list import list_methods
 from subquad.cli.show import show
 from subquad.cli.train import train
 from subquad.errors import SubquadError
+from subquad.runs.typed_json import printable
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -52,5 +53,5 @@ def main() -> None:
     try:
         app()
     except SubquadError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}")
+        Console(stderr=True).print(f"[red]error:[/red] {escape(printable(str(error)))}")
         sys.exit(2)

@@ -35,7 +35,7 @@ class Bar:
     """
 
     def __init__(self, is_shown: bool = True, precision: str = "about") -> None:
-        columns = (TextColumn("{task.description:<44}"), BarColumn(), TextColumn("{task.fields[left]}"))
+        columns = (TextColumn("{task.description:<44}", markup=False), BarColumn(), TextColumn("{task.fields[left]}"))
         console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not is_shown)
         self._bar = RichProgress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal))
         self._task = self._bar.add_task("starting", total=1.0, left="")
@@ -72,7 +72,7 @@ def print_table(console: Console, table: Any) -> None:
     """Print a table of a report (`subquad.report.tables.Table`): the first column is text, the others are numbers."""
     found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column, heading in enumerate(table.headings):
-        found.add_column("\n".join(heading.split()), justify="right" if column else "left", no_wrap=True)
+        found.add_column(escape("\n".join(heading.split())), justify="right" if column else "left", no_wrap=True)
     for row in table.rows:
         found.add_row(*(escape(cell.text) for cell in row))
     print_whole(console, found)

@@ -180,7 +180,7 @@ def _print(console: Console, results: Any, places: list[Path]) -> None:
             console.print(f"{record.method}: {record.status}. {escape(record.why)}", style="dim", soft_wrap=True)
         elif record.losses:
             console.print(f"{record.method:<16}{_sparkline([loss for _, loss in record.losses], 40)}", style="dim")
-    console.print("Written: " + ", ".join(map(str, places)), soft_wrap=True)
+    console.print(escape("Written: " + ", ".join(map(str, places))), soft_wrap=True)
 
 
 def _sparkline(values: Sequence[float], width: int = 12) -> str:

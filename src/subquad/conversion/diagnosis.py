@@ -39,6 +39,8 @@ from subquad.models.converted import record
 from subquad.models.converted.installation import all_mechanisms, mechanisms
 from subquad.ops.precision import upcast
 from subquad.runs.progress import OnProgress, Progress
+from subquad.runs.results_file import Count
+from subquad.runs.typed_json import Figure
 
 MIN_TOKENS = 64  # of a calibration set
 _WEIGHT_LENGTH = 256  # tokens of a sequence whose attention weights are compared
@@ -50,10 +52,10 @@ class Head:
     """The damage to one head: the relative error of its output, and the divergence of its weights, None if it has none."""
 
     site: str
-    layer: int
-    head: int
-    error: float
-    kl: float | None
+    layer: Count
+    head: Count
+    error: Figure
+    kl: Figure | None
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,14 @@ class Diagnosis:
     """
 
     heads: tuple[Head, ...]
-    cosine: float
-    loss_before: float | None
-    loss_after: float | None
-    tokens: int
+    cosine: Figure
+    loss_before: Figure | None
+    loss_after: Figure | None
+    tokens: Count
 
     @property
     def perplexity_before(self) -> float | None:
-        return None if self.loss_before is None else math.exp(self.loss_before)
+        return None if self.loss_before is None else math.exp(min(self.loss_before, 700))
 
     @property
     def perplexity_after(self) -> float | None:

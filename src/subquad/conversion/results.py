@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from subquad.conversion.diagnosis import Diagnosis, Head
+from subquad.conversion.diagnosis import Diagnosis
 from subquad.conversion.repair.keep_search import Kept, Trial
-from subquad.conversion.repair.loop import StageProgress
-from subquad.runs.results_file import read_results, valid_results, write_results
+from subquad.conversion.repair.schedule import StageProgress
+from subquad.errors import InputError
+from subquad.models.converted import record
+from subquad.runs.results_file import Count, MethodName, load_results, write_results
+from subquad.runs.typed_json import MisfitError, Scalar, dumps, misfit
 
 SCHEMA, VERSION = "subquad.convert", 1
 FILE = "results.json"
 SWAP, KEEP = "naive swap", "keep"  # steps of a conversion besides the stages of repair
+
+
+class TextFacts(TypedDict, total=False):
+    """The calibration text: its files, and the numbers of evaluation and training tokens. Empty without text."""
+
+    files: list[str]
+    judged_by: Count
+    learnt_from: Count
 
 
 @dataclass
@@ -27,7 +37,6 @@ class Results:
         model: the folder or hub name of the original model; `architecture` is its class.
         method, options: the mechanism, with all of its options.
         settings: what must be the same for a run to be resumed, see `Plan.identity`.
-        calibration: the text: its files, and the numbers of evaluation and training tokens.
         conversion: the record in the config of the converted model: the mechanism of every site.
         diagnoses: by the step after which each was made.
         tried: the trials of an unfinished keep search; those of a finished one are in `kept`.
@@ -37,12 +46,12 @@ class Results:
 
     model: str
     architecture: str
-    method: str
+    method: MethodName
     options: dict[str, Any]
     settings: dict[str, Any]
-    machine: dict[str, Any]
+    machine: dict[str, Scalar]
     command: str = ""
-    calibration: dict[str, Any] = field(default_factory=dict)
+    calibration: TextFacts = field(default_factory=TextFacts)
     conversion: dict[str, Any] = field(default_factory=dict)
     diagnoses: dict[str, Diagnosis] = field(default_factory=dict)
     tried: list[Trial] = field(default_factory=list)
@@ -75,18 +84,27 @@ def save(results: Results, path: Path) -> None:
 
 def load(path: Path) -> Results:
     """The results that `save` wrote."""
-    saved = read_results(path, SCHEMA, VERSION)
-    with valid_results(path):
-        known = {f.name: saved[f.name] for f in fields(Results)}
-        known["diagnoses"] = {step: _diagnosis(found) for step, found in known["diagnoses"].items()}
-        known["stages"] = {name: _progress(found) for name, found in known["stages"].items()}
-        known["tried"] = [_trial(entry) for entry in known["tried"]]
-        known["kept"] = None if known["kept"] is None else _kept(known["kept"])
-        return Results(**known)
+    return load_results(path, SCHEMA, VERSION, Results, _require_sense)
+
+
+def _require_sense(results: Results) -> None:
+    """A whole record of the conversion; steps in their order; heads and losses that belong together."""
+    try:
+        record.from_json(results.conversion)
+    except InputError as error:
+        raise MisfitError(f"conversion: {error}") from error
+    if next(iter(results.diagnoses), SWAP) != SWAP:
+        raise misfit("diagnoses", f"must begin with {SWAP!r}", list(results.diagnoses))
+    heads = {step: {(head.site, head.head) for head in found.heads} for step, found in results.diagnoses.items()}
+    for step, found in heads.items():
+        if not found <= heads[SWAP]:
+            raise MisfitError(f"diagnoses[{step!r}] must have no heads that {SWAP!r} does not have")
+    if results.kept is not None and len(results.kept.losses) != len(results.kept.layers) + 1:
+        raise misfit("kept.losses", "must be one before the search, and one for each layer", results.kept.losses)
 
 
 def as_json(results: Results) -> str:
-    return json.dumps(plain(results), indent=2)
+    return dumps(plain(results), indent=2)
 
 
 def plain(results: Results) -> dict[str, Any]:
@@ -95,21 +113,3 @@ def plain(results: Results) -> dict[str, Any]:
     for stage in found["stages"].values():
         stage["loss"] = stage["loss"] if math.isfinite(stage["loss"]) else None
     return found
-
-
-def _diagnosis(saved: dict[str, Any]) -> Diagnosis:
-    return Diagnosis(**{**saved, "heads": tuple(Head(**head) for head in saved["heads"])})
-
-
-def _progress(saved: dict[str, Any]) -> StageProgress:
-    losses = [(int(step), float(loss)) for step, loss in saved["losses"]]
-    return StageProgress(**{**saved, "losses": losses, "loss": math.nan if saved["loss"] is None else saved["loss"]})
-
-
-def _kept(saved: dict[str, Any]) -> Kept:
-    return Kept(tuple(saved["layers"]), tuple(saved["losses"]), tuple(_trial(entry) for entry in saved["tried"]))
-
-
-def _trial(saved: list[Any]) -> Trial:
-    kept, layer, loss = saved
-    return int(kept), int(layer), float(loss)

@@ -34,6 +34,7 @@ from subquad.errors import InputError
 from subquad.registry import options_of, resolve
 from subquad.runs import checkpoints
 from subquad.runs.determinism import deterministic
+from subquad.runs.files import remove_unfinished
 from subquad.runs.lock import exclusive
 from subquad.runs.machine import describe_machine
 from subquad.runs.progress import OnProgress, Progress, no_transformers_bars
@@ -63,6 +64,7 @@ def run(
         on_progress(Progress(f"loading {plan.source.model}", 0.0))
         conversion = _prepared(plan, out, on_progress)
         with exclusive(out, "conversion"), StopRequest() as conversion.stop:
+            remove_unfinished(out / FILE)
             conversion.open_folder(resume, fresh)
             conversion.run()
     return conversion.results

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
+import reprlib
+import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from subquad.registry import require
 
 POSITIONS = ("rotary", "sinusoidal", "learned", "relative_bias", "alibi", "none")
 BIASES = ("relative_bias", "alibi")  # positions that add to the scores
+_LARGEST, _MOST_LAYERS = 2**31 - 1, 2**16
 _CHOICES = {
     "position": POSITIONS,
     "norm": ("layer", "rms"),
@@ -185,15 +187,17 @@ class SubquadConfig(PreTrainedConfig):
         optional = ["vocab_size", "num_decoder_layers", "num_key_value_heads", "head_dim", "max_position_embeddings"]
         given = sizes + [name for name in optional if getattr(self, name) is not None]
         checks.sizes(**{name: getattr(self, name) for name in given})
+        for name in given:
+            most = _MOST_LAYERS if name.endswith("_layers") else _LARGEST
+            if getattr(self, name) > most:
+                raise InputError(f"{name} must be at most {most:,}; got {reprlib.repr(getattr(self, name))}.")
         checks.dropout(self.dropout)
         checks.dropout(self.attention_dropout, "attention_dropout")
-        for name in ("norm_eps", "initializer_range"):
+        for name, least in (("norm_eps", 0), ("initializer_range", 0), ("rope_theta", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise InputError(f"{name} must be a finite number above 0; got {value!r}.")
-        theta = self.rope_theta
-        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 1 < theta < math.inf:
-            raise InputError(f"rope_theta must be a finite number above 1, such as 10000.0; got {theta!r}.")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value <= sys.float_info.max:
+                raise InputError(f"{name} must be a finite number above {least}; got {reprlib.repr(value)}.")
+        self._check_token_ids()
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -211,6 +215,20 @@ class SubquadConfig(PreTrainedConfig):
                 f"num_key_value_heads must divide num_attention_heads; got {self.kv_heads} and {self.num_attention_heads}."
             )
         self._check_methods(direction=False)
+
+    def _check_token_ids(self) -> None:
+        """The pad must have an embedding; other special tokens need not be in the vocabulary."""
+        ends = self.eos_token_id if isinstance(self.eos_token_id, (list, tuple)) else [self.eos_token_id]
+        named = {"bos_token_id": [self.bos_token_id], "eos_token_id": ends, "pad_token_id": [self.pad_token_id]}
+        named["decoder_start_token_id"] = [self.decoder_start_token_id]
+        for name, values in named.items():
+            above = self.vocab_size if name == "pad_token_id" and self.vocab_size is not None else _LARGEST
+            for value in values:
+                is_id = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < above
+                if value is not None and not is_id:
+                    raise InputError(
+                        f"{name} must be a token id from 0 to {above - 1:,}, or None; got {reprlib.repr(getattr(self, name))}."
+                    )
 
     def check_model(self) -> None:
         """Refuse what no model can be built from; at this point `is_decoder` is final."""

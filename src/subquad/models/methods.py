@@ -17,14 +17,18 @@ from subquad.errors import OptionError
 from subquad.families.base import Mechanism
 from subquad.registry import from_record, resolve, to_record
 
-_EVERY = re.compile(r"\s*(?P<most>\w+)\s*,\s*(?P<other>\w+) every (?P<n>\d+)(?:st|nd|rd|th) layer\s*")
+_EVERY = re.compile(r"\s*(?P<most>\w+)\s*,\s*(?P<other>\w+) every (?P<n>[0-9]{1,9})(?:st|nd|rd|th) layer\s*")
 
 
 def from_json(method: Any) -> Any:
     """`method` with records of JSON turned into mechanisms; anything else is left alone."""
     if isinstance(method, (list, tuple)):
-        return [from_json(entry) for entry in method]
-    return from_record(method) if isinstance(method, dict) else method
+        return [_mechanism(entry) for entry in method]
+    return _mechanism(method)
+
+
+def _mechanism(entry: Any) -> Any:
+    return from_record(entry) if isinstance(entry, dict) else entry
 
 
 def to_json(method: Any, layers: int) -> Any:

@@ -10,15 +10,17 @@ files are their checksums, so that a run refuses to resume from a folder that wa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from subquad.errors import SubquadError
-from subquad.runs.files import write_atomically
+from subquad.runs import typed_json
+from subquad.runs.files import flush, write_atomically
+from subquad.runs.typed_json import MisfitError
 
 PREFIX = "checkpoint-"
 BEST = "best"
@@ -27,6 +29,8 @@ STAGING = ".writing"  # folders that are being filled
 CHECKSUMS = "contents.json"  # in each folder: the checksums of its other files
 _OLD = ".old"
 _BLOCK = 2**20  # bytes read at a time
+_NAME = re.compile(rf"{PREFIX}([0-9]{{1,18}})")
+_LISTED = 8  # names in a message, at most
 
 
 class SaveError(SubquadError, OSError):
@@ -39,12 +43,18 @@ class DamagedError(SubquadError):
 
 def latest(folder: Path) -> Path | None:
     """The newest checkpoint in `folder`."""
-    found = [path for path in folder.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdigit()]
-    return max(found, key=step_of, default=None)
+    return max(_all(folder), key=step_of, default=None)
 
 
 def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name[len(PREFIX) :])
+    found = _NAME.fullmatch(checkpoint.name)
+    assert found is not None
+    return int(found[1])
+
+
+def _all(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`; whatever else is in it stays untouched."""
+    return [path for path in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
 def has_any(folder: Path) -> bool:
@@ -53,26 +63,29 @@ def has_any(folder: Path) -> bool:
 
 
 def write_checksums(folder: Path) -> None:
-    write_atomically(folder / CHECKSUMS, json.dumps(_checksums(folder)).encode())
+    write_atomically(folder / CHECKSUMS, typed_json.dumps(_checksums(folder)).encode())
 
 
 def require_intact(folder: Path) -> None:
-    """Refuse a checkpoint or best model in which a file is missing or has changed since its checksum was written."""
-    found = _checksums(folder)
+    """Refuse a checkpoint or best model in which a file is missing, new or changed since the checksums were written."""
     try:
-        expected = dict(json.loads((folder / CHECKSUMS).read_text()))
-    except (OSError, TypeError, ValueError):
-        expected = {CHECKSUMS: None}
-    wrong = [name for name in expected if name not in found or found[name] != expected[name]]
+        found = _checksums(folder)
+        expected = typed_json.parse(dict[str, int], typed_json.load(folder / CHECKSUMS))
+    except (OSError, MisfitError):
+        found, expected = {}, {}
+    expected = expected or {CHECKSUMS: 0}
+    wrong = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
     if wrong:
+        more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
         raise DamagedError(
             f"a run resumes only from files that it wrote; in {folder} these are missing or have changed: "
-            f"{', '.join(wrong)}. Put them back, or remove {folder.parent} to start that method over."
+            f"{', '.join(wrong[:_LISTED])}{more}. Put them back, or remove {folder.parent} to start that method over."
         )
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
+    """Of all files but this list itself and hidden ones, which some systems leave in every folder."""
+    found = sorted(path for path in folder.rglob("[!.]*") if path.is_file() and path != folder / CHECKSUMS)
     return {str(path.relative_to(folder)): _checksum(path) for path in found}
 
 
@@ -98,7 +111,7 @@ def clean_up(folder: Path) -> None:
 
 def remove_all(folder: Path) -> None:
     """Remove everything that a run leaves in `folder`, and the folder itself if it is then empty."""
-    for path in [*folder.glob(f"{PREFIX}*"), folder / BEST, folder / STAGING, folder / _OLD]:
+    for path in [*_all(folder), folder / BEST, folder / STAGING, folder / _OLD]:
         shutil.rmtree(path, ignore_errors=True)
     (folder / LOG).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -137,27 +150,19 @@ def _replace(unfinished: Path, target: Path) -> None:
     if target.exists():
         os.rename(target, old)
     os.rename(unfinished, target)
-    _flush(target.parent)
+    flush(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _remove_older(newest: Path) -> None:
-    for path in newest.parent.glob(f"{PREFIX}*"):
+    for path in _all(newest.parent):
         if path != newest:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush_all(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        _flush(path)
-
-
-def _flush(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+        flush(path)
 
 
 def _message(error: Exception, target: Path) -> str:

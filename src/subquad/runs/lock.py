@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from subquad.runs.results_file import ResultsError
+
+LOCK = ".lock"
 
 
 @contextlib.contextmanager
@@ -22,13 +26,33 @@ def exclusive(folder: Path, what: str) -> Iterator[int | None]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        descriptor = _open(folder / LOCK)
     except OSError as error:
         why = error.strerror or error
         raise ResultsError(f"the results cannot be written to {folder}: {why}. Choose another folder.") from error
-    with lock:
+    try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, in whatever way
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, in whatever way
         except OSError:
             raise ResultsError(f"another {what} is writing to {folder}. Wait for it, or choose another --out.") from None
-        yield lock.fileno()
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """The descriptor of a lock file, whose content nobody reads or changes: it may be a hard link to another's file."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError:
+        if path.is_symlink():
+            raise _not_a_file(path, "a symbolic link") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_a_file(path, "a device or a pipe")
+    return descriptor
+
+
+def _not_a_file(path: Path, got: str) -> ResultsError:
+    return ResultsError(f"the lock of a run, {path}, must be an ordinary file; got {got}. Remove it, or choose another folder.")

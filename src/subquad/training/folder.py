@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +10,16 @@ from pathlib import Path
 from subquad.errors import InputError
 from subquad.families.base import Mechanism
 from subquad.registry import options_of
-from subquad.runs import checkpoints
+from subquad.runs import checkpoints, typed_json
+from subquad.runs.files import remove_unfinished
 from subquad.runs.machine import describe_machine
 from subquad.runs.results_file import ResultsError, command_line, differences
+from subquad.runs.typed_json import MisfitError
 from subquad.tasks.base import Task
 from subquad.training.data import ORDER
 from subquad.training.plan import Plan
-from subquad.training.results import FILE, SCHEMA, UNFINISHED, Record, Results, load, save
-from subquad.training.trainer import has_best, order_of
+from subquad.training.results import FILE, SCHEMA, UNFINISHED, Record, Results, TaskFacts, load, save
+from subquad.training.trainer import read_state
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,12 @@ class RunFolder:
     def open(self) -> Results:
         """The results in the folder, or new ones, with a record for each method; results of another run are refused."""
         info, file = self.task.info, self.path / FILE
-        about = {"name": info.name, "idea": info.idea, "kind": info.kind, "metric": info.metric, "source": info.source}
-        results = Results({**about, "higher_is_better": info.higher_is_better}, self.plan.identity(), describe_machine())
+        about = TaskFacts(
+            name=info.name, idea=info.idea, kind=info.kind, metric=info.metric, source=info.source,
+            higher_is_better=info.higher_is_better,
+        )  # fmt: skip
+        results = Results(about, self.plan.identity(), describe_machine())
+        remove_unfinished(file)
         if file.exists() and self.fresh:
             self._remove()
         elif file.exists() and self._has_begun(saved := load(file)):
@@ -86,11 +91,13 @@ class RunFolder:
         known = [(record, m) for name, m in self.mechanisms.items() if (record := results.record(name)) is not None]
         for record, mechanism in known:
             newest = checkpoints.latest(self.path / record.method) if record.status in UNFINISHED else None
+            order = ORDER
             if newest is not None:
                 checkpoints.require_intact(newest)
-                if has_best(newest):
+                state = read_state(newest)
+                order = state.order
+                if state.record.best_step is not None:
                     checkpoints.require_intact(newest.parent / checkpoints.BEST)
-            order = ORDER if newest is None else order_of(newest)
             saved = {**record.options, "order of rows": order}
             current = {**options_of(mechanism), "order of rows": ORDER}
             differ += [f"{record.method}, {difference}" for difference in differences(saved, current)]
@@ -119,7 +126,7 @@ class RunFolder:
 
 def _is_foreign(path: Path) -> bool:
     try:
-        saved = json.loads(path.read_text())
-    except (OSError, ValueError):  # most likely ours, and damaged
+        saved = typed_json.load(path)
+    except (OSError, MisfitError):  # most likely ours, and damaged
         return False
     return not isinstance(saved, dict) or saved.get("schema") != SCHEMA

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypedDict
 
-from subquad.runs.results_file import read_results, valid_results, write_results
+from subquad.runs.results_file import Count, MethodName, Positive, load_results, write_results
+from subquad.runs.typed_json import Between, Figure, MisfitError, Scalar, dumps, misfit
 
 SCHEMA, VERSION = "subquad.train", 1
 FILE = "results.json"
 Status = Literal["waiting", "running", "stopped", "done", "diverged", "failed", "refused"]
 UNFINISHED: tuple[Status, ...] = ("running", "stopped", "failed")  # what --resume continues
+Loss = Annotated[float, Between(-1e39, 1e39)]  # of float32
+Seconds = Annotated[float, Between(0, 1e12)]
 
 
 @dataclass
@@ -36,23 +39,23 @@ class Record:
         data: the fingerprint of the rows for training and scoring.
     """
 
-    method: str
+    method: MethodName
     options: dict[str, Any] = field(default_factory=dict)
     status: Status = "waiting"
     why: str = ""
-    parameters: int | None = None
-    step: int = 0
-    steps: int | None = None
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    eval_rows: int | None = None
+    parameters: Count | None = None
+    step: Count = 0
+    steps: Count | None = None
+    losses: list[tuple[Count, Loss]] = field(default_factory=list)
+    eval_rows: Count | None = None
     evals: list[dict[str, float]] = field(default_factory=list)
-    best_step: int | None = None
-    test: dict[str, float] = field(default_factory=dict)
-    step_seconds: float | None = None
-    peak_bytes: int | None = None
-    seconds: float = 0.0
-    processes: int = 1
-    threads: int = 1
+    best_step: Count | None = None
+    test: dict[str, Figure] = field(default_factory=dict)
+    step_seconds: Seconds | None = None
+    peak_bytes: Count | None = None
+    seconds: Seconds = 0.0
+    processes: Positive = 1
+    threads: Positive = 1
     data: str = ""
 
     @property
@@ -66,18 +69,28 @@ class Record:
         return self.losses[-1][1] if self.losses else None
 
 
+class TaskFacts(TypedDict):
+    """What the file says about its task, so that it can be read on its own."""
+
+    name: str
+    idea: str
+    kind: str
+    metric: str
+    source: str
+    higher_is_better: bool
+
+
 @dataclass
 class Results:
     """One table: a task, its settings, and every method that was trained on it.
 
     Args:
-        task: its name, metric and so on, so that the file can be read on its own.
         settings: those of all methods; a run can be resumed only with the same ones.
     """
 
-    task: dict[str, Any]
+    task: TaskFacts
     settings: dict[str, Any]
-    machine: dict[str, Any]
+    machine: dict[str, Scalar]
     command: str = ""
     records: list[Record] = field(default_factory=list)
 
@@ -94,7 +107,7 @@ class Results:
 
     @property
     def metric(self) -> str:
-        return str(self.task["metric"])
+        return self.task["metric"]
 
     @property
     def data(self) -> str:
@@ -108,9 +121,8 @@ class Results:
     def ranked(self) -> Iterator[Record]:
         """Best test score first; then those without one."""
         sign = -1 if self.task["higher_is_better"] else 1
-        scored = [r for r in self.records if self.metric in r.test]
-        yield from sorted(scored, key=lambda r: sign * r.test[self.metric])
-        yield from (r for r in self.records if self.metric not in r.test)
+        scores = {r.method: sign * r.test.get(self.metric, math.nan) for r in self.records}
+        yield from sorted(self.records, key=lambda r: (math.isnan(scores[r.method]), scores[r.method]))
 
 
 def record_from(saved: dict[str, Any]) -> Record:
@@ -124,28 +136,24 @@ def save(results: Results, path: Path) -> None:
 
 def load(path: Path) -> Results:
     """Read a results file."""
-    saved = read_results(path, SCHEMA, VERSION)
-    with valid_results(path):
-        known = {f.name: saved[f.name] for f in fields(Results)}
-        results = Results(**{**known, "records": [record_from(r) for r in known["records"]]})
-        _require_sense(results)
-        return results
+    return load_results(path, SCHEMA, VERSION, Results, _require_sense)
 
 
 def _require_sense(results: Results) -> None:
-    """Check what the table and the page rely on: the file may have been edited."""
-    if not {"metric", "higher_is_better"} <= results.task.keys():
-        raise ValueError("task must have metric and higher_is_better")
+    names = [record.method for record in results.records]
+    if len(set(names)) != len(names):
+        raise misfit("records", "must have each method once", names)
     for record in results.records:
-        if record.status not in get_args(Status):
-            raise ValueError(
-                f"the status of {record.method} must be one of {', '.join(get_args(Status))}; got {record.status!r}"
-            )
         if record.status == "done" and record.step != record.steps:
-            raise ValueError(f"{record.method} must have made {record.steps} steps to be done; got {record.step}")
-        if not all(isinstance(figure, int | float) for figure in record.test.values()):
-            raise ValueError(f"the test figures of {record.method} must be numbers; got {record.test}")
+            raise MisfitError(f"{record.method} must have made {record.steps} steps to be done; got {record.step}")
+        require_steps(record)
+
+
+def require_steps(record: Record) -> None:
+    """Each evaluation says after which step it was made."""
+    if any("step" not in found for found in record.evals):
+        raise MisfitError(f"the evals of {record.method} must each have a step")
 
 
 def as_json(results: Results) -> str:
-    return json.dumps(asdict(results), indent=2)
+    return dumps(asdict(results), indent=2)

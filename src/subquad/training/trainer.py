@@ -6,7 +6,6 @@ same numbers as one that was never stopped.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -26,20 +25,30 @@ from subquad.errors import InputError, SubquadError
 from subquad.families.base import Mechanism
 from subquad.models import SubquadForCausalLM
 from subquad.models.inputs import IGNORED
-from subquad.runs import checkpoints
+from subquad.runs import checkpoints, typed_json
 from subquad.runs.files import write_atomically
 from subquad.runs.memory import PeakMemory
 from subquad.runs.precision import mixed_precision
+from subquad.runs.typed_json import MisfitError
 from subquad.tasks.base import Row, Splits, Task
 from subquad.tasks.rows import evenly_spaced, row_count
 from subquad.training.data import ORDER, Batches, loader
 from subquad.training.plan import Intervals, Plan
-from subquad.training.results import Record, record_from
+from subquad.training.results import Record, require_steps
 from subquad.training.steps import StepCallback, StepHistory
 
 STATE = "run.json"  # in a checkpoint, beside what `Trainer` writes
 _MAX_NORM = 1.0  # to which gradients are clipped
 _DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """What a checkpoint says about its run: the order of rows in batches (see `data.ORDER`), and how far the run is."""
+
+    order: int
+    record: Record
+    memory: StepHistory
 
 
 class DivergedError(SubquadError):
@@ -113,9 +122,8 @@ class MethodTrainer(Trainer):
 
     def restore_record(self, checkpoint: Path) -> None:
         """Set record and history to those of a checkpoint; call it before `train` resumes from there."""
-        saved = json.loads((checkpoint / STATE).read_text())
-        self.history = StepHistory(**saved["memory"])
-        before = record_from(saved["record"])
+        saved = read_state(checkpoint)
+        self.history, before = saved.memory, saved.record
         for name in ("step", "losses", "evals", "best_step", "peak_bytes", "step_seconds"):
             setattr(self.record, name, getattr(before, name))
         self.before = before.seconds
@@ -225,8 +233,8 @@ class MethodTrainer(Trainer):
             finally:
                 self._target = self.job.folder
             if self.args.should_save:
-                state = {"order": ORDER, "record": asdict(self.record), "memory": asdict(self.history)}
-                write_atomically(folder / STATE, json.dumps(state).encode())
+                state = CheckpointState(ORDER, self.record, self.history)
+                write_atomically(folder / STATE, typed_json.dumps(asdict(state)).encode())
 
         self.write(self.job.folder / name, fill)
 
@@ -245,14 +253,17 @@ class MethodTrainer(Trainer):
         """Nothing: `StepCallback` seeds every step, so only the first process has anything to write."""
 
 
-def order_of(checkpoint: Path) -> int:
-    """The order of rows in batches (see `data.ORDER`) of the run that wrote a checkpoint."""
-    return int(json.loads((checkpoint / STATE).read_text())["order"])
-
-
-def has_best(checkpoint: Path) -> bool:
-    """Whether the run that wrote a checkpoint had a best model at that time."""
-    return json.loads((checkpoint / STATE).read_text())["record"]["best_step"] is not None
+def read_state(checkpoint: Path) -> CheckpointState:
+    """What a run wrote beside the checkpoint."""
+    try:
+        found: CheckpointState = typed_json.parse(CheckpointState, typed_json.load(checkpoint / STATE))
+        require_steps(found.record)
+    except (OSError, MisfitError) as error:
+        raise checkpoints.DamagedError(
+            f"{checkpoint / STATE} cannot be read: {error}. Put it back, or remove {checkpoint.parent} to start that method "
+            "over."
+        ) from error
+    return found
 
 
 def score(model: Any, job: Job, rows: Dataset[Row]) -> dict[str, float]:

@@ -12,9 +12,10 @@ from subquad.conversion.diagnosis import require_pair, require_tokens
 from subquad.conversion.repair.alignment import Align
 from subquad.conversion.repair.attention_transfer import Transfer
 from subquad.conversion.repair.keep_search import Kept, keep_softmax
-from subquad.conversion.repair.loop import OnStageProgress, Schedule, StageProgress, train
+from subquad.conversion.repair.loop import OnStageProgress, train
 from subquad.conversion.repair.lora import Lora, Loss
 from subquad.conversion.repair.low_rank import RANK, LowRank, Targets
+from subquad.conversion.repair.schedule import Schedule, StageProgress
 from subquad.errors import InputError
 
 __all__ = ["Kept", "Schedule", "StageProgress", "align", "finetune", "keep_softmax", "transfer"]

@@ -22,8 +22,10 @@ from subquad.models.converted import record
 from subquad.models.converted.installation import all_mechanisms, put_mechanism
 from subquad.models.converted.record import NAME
 from subquad.models.converted.sites import Site, sites
+from subquad.runs.results_file import Count
+from subquad.runs.typed_json import Figure
 
-Trial = tuple[int, int, float]  # the number of layers kept so far, one more layer, and the loss with it
+Trial = tuple[Count, Count, Figure]  # the number of layers kept so far, one more layer, and the loss with it
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Kept:
         tried: every trial.
     """
 
-    layers: tuple[int, ...]
-    losses: tuple[float, ...]
+    layers: tuple[Count, ...]
+    losses: tuple[Figure, ...]
     tried: tuple[Trial, ...]
 
 

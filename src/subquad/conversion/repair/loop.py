@@ -11,90 +11,23 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from subquad import checks
 from subquad.conversion.activations import Batch
+from subquad.conversion.repair.schedule import Schedule, StageProgress
 from subquad.errors import InputError
-from subquad.runs.files import write_atomically
-from subquad.runs.precision import Precision, mixed_precision, require_precision
+from subquad.runs.files import remove_unfinished, write_atomically
+from subquad.runs.precision import mixed_precision
+from subquad.runs.tensor_file import read_tensors
+from subquad.runs.typed_json import misfit, parse
 
 _CLIP = 1.0
 _WARMUP = 0.05  # fraction of the steps
-_EVERY = 50  # steps between two evaluations, at most
-_EVALUATIONS = 6  # in a stage, at least
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How a stage trains.
-
-    Args:
-        steps: the largest number of steps.
-        lr: the peak learning rate, followed by a cosine down to 0. None for the default of the stage.
-        minutes: the stage stops after this time; None for no limit.
-        every: steps between two evaluations on the held-out batches, each with a checkpoint; None for 50, or for a sixth of the
-            steps if there are fewer than 300.
-        patience: the stage ends after this many evaluations without a better loss.
-        held_out: fraction of the batches that is not trained on.
-        seed: of the order of batches.
-        precision: "fp32" to compute in the precision of the weights, or "bf16" for autocast.
-    """
-
-    steps: int = 300
-    lr: float | None = None
-    minutes: float | None = None
-    every: int | None = None
-    patience: int = 4
-    held_out: float = 0.1
-    seed: int = 0
-    precision: Precision = "fp32"
-
-    def __post_init__(self) -> None:
-        checks.sizes(steps=self.steps, patience=self.patience)
-        checks.sizes(every=self.evaluate_every)
-        if self.lr is not None and not (_is_number(self.lr) and 0 < self.lr < math.inf):
-            raise InputError(f"lr must be a finite number above 0; got {self.lr!r}.")
-        if self.minutes is not None and not (_is_number(self.minutes) and self.minutes > 0):
-            raise InputError(f"minutes must be a number above 0; got {self.minutes!r}.")
-        if not (_is_number(self.held_out) and 0 <= self.held_out < 1):
-            raise InputError(f"held_out must be a fraction from 0 to below 1; got {self.held_out!r}.")
-        checks.seed(self.seed)
-        require_precision(self.precision)
-
-    @property
-    def evaluate_every(self) -> int:
-        return max(1, min(_EVERY, self.steps // _EVALUATIONS)) if self.every is None else self.every
-
-
-@dataclass
-class StageProgress:
-    """How far a stage of repair is.
-
-    Args:
-        lr: the peak learning rate.
-        losses: (step, loss on held-out batches) of each evaluation, the first before any step.
-        ended: why the stage has ended; empty if it has not.
-    """
-
-    stage: str
-    steps: int
-    lr: float
-    step: int = 0
-    seconds: float = 0.0
-    loss: float = math.nan  # of the last step
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    ended: str = ""
-
-    @property
-    def best(self) -> tuple[int, float]:
-        """The step and loss of the best evaluation, whose weights are kept."""
-        return min(self.losses, key=lambda entry: entry[1])
 
 
 class Stage(ABC):
@@ -246,24 +179,43 @@ class _Run:
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
-        if folder is None or not (path := _path(folder, self.stage)).exists():
+        if folder is None:
             return
+        path = _path(folder, self.stage)
+        remove_unfinished(path)
+        if not path.exists():
+            return
+        saved = read_tensors(path)
         try:
-            saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-        except Exception as error:
-            raise InputError(f"{path} is not a readable checkpoint of a repair: {error}. Remove it to start over.") from error
-        if saved["identity"] != self.identity():
-            raise InputError(
-                f"{path} is the checkpoint of a repair with other settings; got {self.identity()}, and it has "
-                f"{saved['identity']}. Repeat those settings, choose another folder, or remove it to start over."
-            )
-        self.progress = StageProgress(
-            **{**saved["progress"], "losses": [tuple(entry) for entry in saved["progress"]["losses"]]}
+            identity = parse(dict[str, Any], saved["identity"], "identity")
+            if identity == self.identity():
+                self._restore(saved)
+                return
+        except Exception as error:  # nothing that a file holds is certain
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise InputError(f"{path} is not a readable checkpoint of a repair: {said}. Remove it to start over.") from error
+        raise InputError(
+            f"{path} is the checkpoint of a repair with other settings; got {self.identity()}, and it has "
+            f"{identity}. Repeat those settings, choose another folder, or remove it to start over."
         )
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        """Take over what `save` wrote, but for what the stage decides: steps, learning rate, options of the optimizer."""
+        shapes = {name: weight.shape for name, weight in self.weights.items()}
+        found: StageProgress = parse(StageProgress, saved["progress"], "progress")
+        if found.step > self.schedule.steps:
+            raise misfit("progress.step", f"must be at most {self.schedule.steps}", found.step)
+        self.progress = replace(found, stage=self.stage.name, steps=self.schedule.steps, lr=self.progress.lr)
+        _require_shapes(saved["weights"], shapes, "weights")
+        _require_shapes(saved["best"], shapes, "best")
+        state = saved["optimizer"]["state"]
+        for i, entry in state.items():
+            shape = list(shapes.values())[i]
+            _require_shapes(entry, {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}, f"optimizer.state[{i}]")
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
         self.best = saved["best"]
         for name, weight in self.weights.items():
             weight.copy_(saved["weights"][name])
-        self.optimizer.load_state_dict(saved["optimizer"])
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a stage to be resumed."""
@@ -271,6 +223,12 @@ class _Run:
         settings = {name: value for name, value in asdict(self.schedule).items() if name != "minutes"}
         settings |= {"lr": self.progress.lr, "every": self.schedule.evaluate_every}
         return {"stage": self.stage.name, **settings, "batches": self.count, "weights": shapes}
+
+
+def _require_shapes(tensors: dict[str, Tensor], shapes: dict[str, torch.Size], place: str) -> None:
+    found = {name: tensor.shape for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if found != shapes:
+        raise misfit(place, f"must be tensors of floating point with the shapes {shapes}", found)
 
 
 def _split(batches: Sequence[Batch], schedule: Schedule) -> tuple[Sequence[Batch], Sequence[Batch]]:
@@ -282,10 +240,6 @@ def _split(batches: Sequence[Batch], schedule: Schedule) -> tuple[Sequence[Batch
             f"held_out={schedule.held_out:g}. Pass more text."
         )
     return batches[:held], batches[held:]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _order(epoch: int, count: int, seed: int) -> list[int]:

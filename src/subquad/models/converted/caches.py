@@ -99,7 +99,7 @@ def _layer_for(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _provide_cache(part: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    conversion = record.read(part.config)
+    conversion = record.installed(part.config)
     if conversion is None or (part.training and torch.is_grad_enabled()):
         return None
     given = {**dict(zip(_argument_names(part), args, strict=False)), **kwargs}
@@ -116,7 +116,7 @@ def _provide_cache(part: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _make_cache(part: PreTrainedModel, generation: GenerationConfig, given: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    conversion = record.read(part.config)
+    conversion = record.installed(part.config)
     if conversion is None or not conversion.cache_layers:
         getattr(type(part), _MAKE_CACHE)(part, generation, given, *args, **kwargs)
         return

@@ -9,15 +9,19 @@ Version 1 had the first of them alone.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from subquad.errors import InputError
 from subquad.families.base import Mechanism
 from subquad.registry import from_record, to_record
+from subquad.runs import typed_json
+from subquad.runs.results_file import Count
+from subquad.runs.typed_json import Between, MisfitError
 
 NAME = "subquad"  # of the attention implementation, of the quantizer, and of the mechanism inside an attention module
 # Where subquad is not imported, transformers puts this text into its error: `attn_implementation="…" is not supported`.
@@ -39,10 +43,10 @@ class ConversionRecord:
         has_changed_weights: whether a repair has changed weights of the original model.
     """
 
-    sites: dict[str, Any] = field(default_factory=dict)
+    sites: dict[str, dict[str, Any]] = field(default_factory=dict)
     attention: str = "sdpa"
-    cache_layers: int = 0
-    context: int | None = None
+    cache_layers: Annotated[int, Between(0, 100_000)] = 0
+    context: Count | None = None
     beyond_context: bool = False
     has_changed_weights: bool = False
 
@@ -74,18 +78,30 @@ def site_records(mechanisms: Mapping[str, Mechanism]) -> dict[str, Any]:
 def read(config: Any) -> ConversionRecord | None:
     """The record in a config; None if its model is not converted."""
     saved = getattr(config, "subquad", None)
-    if saved is None:
-        return None
+    return None if saved is None else from_json(saved)
+
+
+def from_json(saved: Any) -> ConversionRecord:
+    """The record that `to_json` wrote, in this version or in version 1."""
     if not isinstance(saved, dict) or saved.get("version") not in (1, VERSION):
         raise InputError(
-            f"config.subquad must be a conversion record of version 1 or {VERSION}; got {saved!r}, written by another version "
-            "of subquad. Convert the model again, or install that version."
+            f"config.subquad must be a conversion record of version 1 or {VERSION}; got {reprlib.repr(saved)}, written by "
+            "another version of subquad. Convert the model again, or install that version."
         )
-    fields: dict[str, Any] = {str(_RENAMED.get(name, name)): value for name, value in saved.items() if name != "version"}
+    renamed = {_RENAMED.get(name, name): value for name, value in saved.items() if name != "version"}
     try:
-        return ConversionRecord(**fields)
-    except TypeError as error:
+        found: ConversionRecord = typed_json.parse(ConversionRecord, renamed)
+        for name, mechanism in found.sites.items():
+            typed_json.parse(str, mechanism.get("name"), f"the mechanism of {name!r}")
+    except MisfitError as error:
         raise InputError(f"config.subquad is not a conversion record: {error}. Convert the model again.") from error
+    return found
+
+
+def installed(config: Any) -> ConversionRecord | None:
+    """As `read`, for every call of a model in this process: its record was checked when the model was converted or loaded."""
+    saved = getattr(config, "subquad", None)
+    return None if saved is None else ConversionRecord(**{name: saved[name] for name in saved if name != "version"})
 
 
 def require(model: PreTrainedModel) -> ConversionRecord:

@@ -1,0 +1,64 @@
+"""Which folders are checkpoints, and whether their files are those that were written."""
+
+import pytest
+
+from subquad.runs import checkpoints
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "linear" / "checkpoint-7"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"weights")
+    checkpoints.write_checksums(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint-²", "checkpoint-٣", "checkpoint-mine", "checkpoint-", f"checkpoint-{'9' * 5000}"[:250]]
+)
+def test_other_folders_are_no_checkpoints_and_stay(checkpoint, name):
+    other = checkpoint.parent / name
+    other.mkdir()
+    (checkpoint.parent / "checkpoint-9").write_bytes(b"a file")
+    assert checkpoints.latest(checkpoint.parent) == checkpoint
+    checkpoints.clean_up(checkpoint.parent)
+    checkpoints.remove_all(checkpoint.parent)
+    assert other.exists()
+    assert not checkpoint.exists()
+
+
+def test_what_was_written_is_intact_with_hidden_files_beside_it(checkpoint):
+    (checkpoint / ".DS_Store").write_bytes(b"")
+    checkpoints.require_intact(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("{}", "contents.json, weights"),
+        ("[]", "contents.json"),
+        ('{"weights": "7"}', "contents.json"),
+        ('{"weights": NaN}', "contents.json"),
+        ('{"weights": 1}', "weights"),
+        ('{"weights": 1, "../other": 2}', "weights, ../other"),
+        ("[" * 100_000, "contents.json"),
+        ("\udcff", "contents.json"),
+    ],
+)
+def test_a_list_of_files_that_says_something_else_is_refused(checkpoint, content, named):
+    (checkpoint / "contents.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(checkpoints.DamagedError, match=rf"these are missing or have changed: {named}\. Put them back, or"):
+        checkpoints.require_intact(checkpoint)
+
+
+def test_an_empty_folder_with_an_empty_list_is_refused(tmp_path):
+    (tmp_path / "contents.json").write_text("{}")
+    with pytest.raises(checkpoints.DamagedError, match=r"have changed: contents\.json\. Put"):
+        checkpoints.require_intact(tmp_path)
+
+
+def test_a_file_that_the_run_did_not_write_is_refused(checkpoint):
+    (checkpoint / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(checkpoints.DamagedError, match=r"have changed: pytorch_model\.bin\. Put"):
+        checkpoints.require_intact(checkpoint)
