@@ -62,6 +62,13 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """The first line that an error of another library says, as a sentence."""
+    said = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    line = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
+    return line if line.endswith(".") else f"{line}."
+
+
 def load_extra(extra: str, what: str, *modules: str) -> list[Any]:
     """Import the modules; if one is missing, raise an error that names the extra that `what` needs."""
     try:

@@ -12,8 +12,8 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from subquad import models
-from subquad.errors import InputError, SubquadError, UnsupportedError
-from subquad.models import weights
+from subquad.errors import InputError, SubquadError, UnsupportedError, first_line
+from subquad.models import weight_files, weights
 from subquad.models.converted import record
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -47,7 +47,8 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             "transformers nor in subquad.models. Load it with that class: from_pretrained."
         )
     if conversion is None:
-        return model_class.from_pretrained(place, **kwargs)
+        with weight_files.loading(place, kwargs.get("subfolder")):
+            return model_class.from_pretrained(place, **weight_files.safe_arguments(kwargs))
     conversion.write(config)  # what folders of version 1 lack
     config._attn_implementation = kwargs.pop("attn_implementation", None) or record.NAME
     if kwargs.pop("ignore_mismatched_sizes", False):
@@ -56,9 +57,9 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             f"{model_class.__name__}.from_pretrained."
         )
     wants_info = kwargs.pop("output_loading_info", False)
-    model, info = model_class.from_pretrained(
-        place, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-    )
+    given = {**weight_files.safe_arguments(kwargs), "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with weight_files.loading(place, kwargs.get("subfolder")):
+        model, info = model_class.from_pretrained(place, config=config, **given)
     advice = "Load it from all of its files; or convert the original model again."
     weights.refuse(weights.mismatches(info), model_class.__name__, place, advice)
     return (model, info) if wants_info else model
@@ -68,12 +69,18 @@ def load_config(place: str, gguf: str | None = None, **kwargs: Any) -> PreTraine
     """The config of the model in a folder or of a hub name; an error if there is none."""
     _require_exists(place, gguf)
     try:
-        return AutoConfig.from_pretrained(place, **_gguf(gguf), **kwargs)
+        found = AutoConfig.from_pretrained(place, trust_remote_code=False, **_gguf(gguf), **kwargs)
     except SubquadError:
         raise
     except Exception as error:  # no network, no such name, no JSON, no model: the advice is always the same
         here = "" if Path(place).expanduser().exists() else f"there is no folder {place}, and as a name on the hub "
-        raise InputError(f"{here}{place} does not hold a Hugging Face model: {_first_line(error)} {_ADVICE}") from error
+        raise InputError(f"{here}{place} does not hold a Hugging Face model: {first_line(error)} {_ADVICE}") from error
+    if "/" in str(found._attn_implementation):
+        raise InputError(
+            f"{place} asks for an attention kernel from the hub, {found._attn_implementation!r}; subquad runs no code of a "
+            "model. Remove attn_implementation from its config.json."
+        )
+    return found
 
 
 def load_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None, dtype: str = "float32") -> PreTrainedModel:
@@ -83,12 +90,9 @@ def load_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None,
     if record.read(config) is not None:
         return _loaded(place, lambda: load(place, dtype=DTYPES[dtype])).eval()
     model_class = class_of(config, gguf)
-    model, info = _loaded(
-        place,
-        lambda: model_class.from_pretrained(
-            place, dtype=DTYPES[dtype], output_loading_info=True, **_gguf(gguf), **_unpacked(gguf)
-        ),
-    )
+    given: dict[str, Any] = {"dtype": DTYPES[dtype], "output_loading_info": True, **_gguf(gguf), **_unpacked(gguf)}
+    given = given if gguf else weight_files.safe_arguments(given)
+    model, info = _loaded(place, lambda: model_class.from_pretrained(place, trust_remote_code=False, **given))
     missing = {"missing": weights.mismatches(info)["missing"]}  # unexpected weights, such as another head, do no harm
     weights.refuse(missing, type(model).__name__, place, "Missing weights would be random. Get the model again.")
     return model.eval()
@@ -98,9 +102,9 @@ def load_tokenizer(place: str, gguf: str | None = None) -> Any:
     """The tokenizer beside a model; an error if there is none."""
     advice = "Save the tokenizer that the model was trained with beside it: tokenizer.save_pretrained."
     try:
-        found = AutoTokenizer.from_pretrained(place, **_gguf(gguf))
+        found = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **_gguf(gguf))
     except Exception as error:  # each kind of tokenizer has its own errors for missing files
-        raise InputError(f"no tokenizer can be loaded from {place}: {_first_line(error)} {advice}") from error
+        raise InputError(f"no tokenizer can be loaded from {place}: {first_line(error)} {advice}") from error
     files = {*found.vocab_files_names.values(), "tokenizer.json"} if found.vocab_files_names else set()
     folder = Path(place).expanduser()
     if files and gguf is None and folder.is_dir() and not any((folder / file).is_file() for file in files):
@@ -133,9 +137,11 @@ def class_of(config: PreTrainedConfig, gguf: str | None = None) -> Any:
 
 
 def _saved_class(config: PreTrainedConfig) -> Any:
-    for name in config.architectures or ():
+    names = config.architectures if isinstance(config.architectures, list) else []
+    for name in map(str, names):
         for module in (transformers, models):
-            if (found := getattr(module, name, None)) is not None:
+            found = getattr(module, name, None)
+            if isinstance(found, type) and issubclass(found, PreTrainedModel):
                 return found
     return None
 
@@ -155,11 +161,12 @@ def _require_exists(place: str, gguf: str | None) -> None:
 
 def _loaded(place: str, load: Callable[[], Any]) -> Any:
     try:
-        return load()
+        with weight_files.loading(os.path.expanduser(place)):
+            return load()
     except SubquadError:
         raise
     except Exception as error:
-        raise InputError(f"the model in {place} cannot be loaded: {_first_line(error)}") from error
+        raise InputError(f"the model in {place} cannot be loaded: {first_line(error)}") from error
 
 
 def _gguf(name: str | None) -> dict[str, str]:
@@ -170,8 +177,3 @@ def _unpacked(gguf: str | None) -> dict[str, Any]:
     """Unpack weights so that they can be trained; newer releases of transformers would keep them packed."""
     packing = getattr(transformers, "GgufConfig", None)
     return {} if gguf is None or packing is None else {"quantization_config": packing(dequantize=True)}
-
-
-def _first_line(error: Exception) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line if line.endswith(".") else f"{line}."

@@ -20,6 +20,7 @@ from subquad.registry import require
 POSITIONS = ("rotary", "sinusoidal", "learned", "relative_bias", "alibi", "none")
 BIASES = ("relative_bias", "alibi")  # positions that add to the scores
 _LARGEST, _MOST_LAYERS = 2**31 - 1, 2**16
+_FLOATS = {"norm_eps": (0, "above 0"), "initializer_range": (0, "above 0"), "rope_theta": (1, "above 1, such as 10000.0")}
 _CHOICES = {
     "position": POSITIONS,
     "norm": ("layer", "rms"),
@@ -193,10 +194,10 @@ class SubquadConfig(PreTrainedConfig):
                 raise InputError(f"{name} must be at most {most:,}; got {reprlib.repr(getattr(self, name))}.")
         checks.dropout(self.dropout)
         checks.dropout(self.attention_dropout, "attention_dropout")
-        for name, least in (("norm_eps", 0), ("initializer_range", 0), ("rope_theta", 1)):
+        for name, (least, rule) in _FLOATS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value <= sys.float_info.max:
-                raise InputError(f"{name} must be a finite number above {least}; got {reprlib.repr(value)}.")
+                raise InputError(f"{name} must be a finite number {rule}; got {reprlib.repr(value)}.")
         self._check_token_ids()
         for name, choices in _CHOICES.items():
             value = getattr(self, name)

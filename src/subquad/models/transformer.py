@@ -18,7 +18,7 @@ from transformers.utils import can_return_tuple
 from subquad import checks
 from subquad.attention import MechanismModule
 from subquad.errors import InputError, StateError
-from subquad.models import inputs, weights
+from subquad.models import inputs, weight_files, weights
 from subquad.models.block import Block, norm
 from subquad.models.cache import SubquadCache, Update
 from subquad.models.configuration import SubquadConfig
@@ -65,14 +65,17 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, strict: bool = True, **kwargs: Any) -> Any:
-        """As Hugging Face's, except that missing weights, unexpected weights and weights of the wrong shape are errors.
+        """As Hugging Face's, except that it loads safetensors alone, and that missing weights, unexpected weights and weights
+        of the wrong shape are errors.
 
         Args:
             strict: False initializes missing weights and ignores unexpected ones, for example to put a new head on a trained
         model."""
         wants_info = kwargs.pop("output_loading_info", False)
         may_differ = kwargs.pop("ignore_mismatched_sizes", False)
-        model, info = super().from_pretrained(path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+        given = {**weight_files.safe_arguments(kwargs), "output_loading_info": True, "ignore_mismatched_sizes": True}
+        with weight_files.loading(path, kwargs.get("subfolder")):
+            model, info = super().from_pretrained(path, *args, **given)
         found = weights.mismatches(info)
         if strict is False:
             found = {"of another shape": found["of another shape"]}

@@ -19,7 +19,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from subquad.errors import InputError
-from subquad.models import weights
+from subquad.models import weight_files, weights
 from subquad.models.converted import record
 from subquad.models.converted.installation import install
 from subquad.models.converted.record import NAME, SAVED_ATTENTION
@@ -104,8 +104,8 @@ def _is_of_mechanism(name: str) -> bool:
 
 
 def _shapes_in(file: str) -> dict[str, torch.Size]:
-    if file.endswith(".safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            return {name: torch.Size(opened.get_slice(name).get_shape()) for name in names}
-    return {name: weight.shape for name, weight in torch.load(file, map_location="meta", weights_only=True, mmap=True).items()}
+    if not file.endswith(".safetensors"):
+        raise InputError(f"a converted model is loaded from safetensors alone; got {file}. {weight_files.ADVICE}")
+    with safe_open(file, framework="pt") as opened:
+        names = opened.keys()
+        return {name: torch.Size(opened.get_slice(name).get_shape()) for name in names}
