@@ -177,7 +177,7 @@ def test_a_repair_with_other_settings_does_not_go_on(batches, tmp_path):
     with pytest.raises(sq.InputError, match="other settings"):
         transfer(original, converted, batches, replace(SHORT, lr=0.1), folder=tmp_path)
     (tmp_path / "transfer.pt").write_bytes(b"nothing")
-    with pytest.raises(sq.InputError, match="is not a readable checkpoint"):
+    with pytest.raises(sq.InputError, match="cannot be read as the checkpoint of a repair"):
         transfer(original, converted, batches, SHORT, folder=tmp_path)
 
 

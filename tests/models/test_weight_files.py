@@ -118,5 +118,5 @@ def test_pickles_cannot_be_asked_for(folder, load, name):
 
 def test_a_name_on_the_hub_keeps_the_error_of_hugging_face(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(OSError, match="huggingface.co"):
+    with pytest.raises(OSError, match=r"huggingface\.co"):
         SubquadForCausalLM.from_pretrained("no/where", local_files_only=True)

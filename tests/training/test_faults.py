@@ -172,9 +172,9 @@ def test_a_score_that_is_not_finite_is_a_divergence(run):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"status": "bogus"}, "the status of linear must be one of waiting, .*; got 'bogus'"),
+        ({"status": "bogus"}, r"records\[0\]\.status must be one of 'waiting', .*; got 'bogus'"),
         ({"step": 8}, "linear must have made 12 steps to be done; got 8"),
-        ({"test": {"accuracy": "high"}}, "the test figures of linear must be numbers"),
+        ({"test": {"accuracy": "high"}}, r"records\[0\]\.test\['accuracy'\] must be a number; got 'high'"),
     ],
 )
 def test_results_that_make_no_sense_are_refused(run, tmp_path, change, said):
@@ -185,7 +185,7 @@ def test_results_that_make_no_sense_are_refused(run, tmp_path, change, said):
     with pytest.raises(sq.SubquadError, match=said):
         run("linear", "softmax")
     path.write_text(json.dumps({**saved, "task": {}}))
-    with pytest.raises(sq.SubquadError, match="task must have metric and higher_is_better"):
+    with pytest.raises(sq.SubquadError, match=r"task\.name is missing"):
         run("linear", "softmax")
 
 

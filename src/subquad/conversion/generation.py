@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from subquad import checks
 from subquad.conversion.pretrained import class_of, context_of, load_config, load_model, load_tokenizer
-from subquad.errors import InputError
+from subquad.errors import InputError, SubquadError, first_line
 from subquad.models import SubquadCache, SubquadConfig, SubquadModel
 from subquad.models.converted import record
 from subquad.tasks.language import BYTES, byte_ids
@@ -126,6 +126,13 @@ class TextGenerator:
             raise InputError(
                 f"this model has no positions beyond its context of {context_of(self.model.config)} tokens. Leave "
                 "--beyond-context out."
+            ) from error
+        except SubquadError:
+            raise
+        except Exception as error:  # its configs may say anything, and models have their own errors for that
+            raise InputError(
+                f"{type(self.model).__name__} cannot generate text: {type(error).__name__}: {first_line(error)} Check "
+                "config.json and generation_config.json."
             ) from error
         ids = found.sequences[0, 1 if is_answer else length :]  # an answer comes after the start token of the decoder
         is_cut = allowed < max_new_tokens and len(ids) == allowed

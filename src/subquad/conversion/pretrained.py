@@ -43,7 +43,7 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     model_class = _saved_class(config)
     if model_class is None:
         raise InputError(
-            f"{place} was saved by {' or '.join(config.architectures or ['an unknown class'])}, which is neither in "
+            f"{place} was saved by {' or '.join(map(str, config.architectures or ['an unknown class']))}, which is neither in "
             "transformers nor in subquad.models. Load it with that class: from_pretrained."
         )
     if conversion is None:

@@ -6,6 +6,7 @@ and `kind` selects the pass or the input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -302,5 +303,7 @@ def _with_signals(alt: Any, chart: Any, kinds: Sequence[str]) -> Any:
 
 
 def _sized(chart: Any, in_page: bool, rows: figures.Rows, height: int = _HEIGHT) -> Spec:
+    """With all rows that can be drawn: JSON, by which a browser gets them, has no NaN and no infinity."""
     chart = chart.properties(width="container" if in_page else _WIDTH, height=height)
-    return {**chart.to_dict(), "datasets": {"rows": rows}}
+    drawn = [row for row in rows if all(math.isfinite(value) for value in row.values() if isinstance(value, float))]
+    return {**chart.to_dict(), "datasets": {"rows": drawn}}

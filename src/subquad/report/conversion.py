@@ -9,9 +9,10 @@ from typing import Any
 
 from subquad.conversion.diagnosis import Diagnosis
 from subquad.conversion.results import KEEP, Results
+from subquad.errors import InputError
 from subquad.report import figures
-from subquad.report.charts import Chart, curves, heat_map, write_report
-from subquad.report.page import library, template
+from subquad.report.charts import Chart, curves, heat_map
+from subquad.report.page import library, write_html
 from subquad.report.styles import method_styles, theme
 from subquad.report.tables import Cell, Table
 
@@ -125,6 +126,8 @@ def conversion_charts(results: Results, *, in_page: bool = True) -> list[Chart]:
 
 def write_conversion_page(results: Results, path: Path) -> None:
     """Write `results` to `path` atomically, as one HTML file that works offline."""
+    if results.last is None:
+        raise InputError("the page of a conversion shows measurements; got results without any. Convert with calibration text.")
     drawn = method_styles([results.method])[1:]
     found = conversion_charts(results)
     content = {
@@ -134,7 +137,8 @@ def write_conversion_page(results: Results, path: Path) -> None:
         "heads": heads(results),
         "trail": trail(results),
         "last": _words(list(results.diagnoses)[-1]),
-        "count": len(results.last.heads) if results.last is not None else 0,
+        "count": len(results.last.heads),
+        "tokens": results.calibration.get("judged_by", 0),
         "measures": _MEASURES,
         "charts": {chart.name: chart for chart in found},
         "specs": {chart.name: chart.spec for chart in found},
@@ -142,7 +146,7 @@ def write_conversion_page(results: Results, path: Path) -> None:
         "facts": _facts(results),
         "library": library(),
     }
-    write_report(path, template("conversion.html.jinja").render(content).encode())
+    write_html(path, "conversion.html.jinja", content)
 
 
 def _facts(results: Results) -> list[tuple[str, str]]:

@@ -33,15 +33,16 @@ class _Picture:
 
 def write_page(results: Results, path: Path) -> None:
     """Write `results` to `path` atomically, as one HTML file that works offline."""
-    page = template("page.html.jinja")
-    write_report(path, page.render(_contents(results)).encode())
+    load_extra("report", "the HTML report", "jinja2", "altair", "vl_convert")
+    write_html(path, "page.html.jinja", _contents(results))
 
 
-def template(name: str) -> Any:
-    """A template in this folder."""
+def write_html(path: Path, name: str, content: dict[str, Any]) -> None:
+    """Fill the template `name` in this folder. All text is escaped, and what UTF-8 cannot hold is replaced."""
     jinja2, _, _ = load_extra("report", "the HTML report", "jinja2", "altair", "vl_convert")
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
+    pages = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    write_report(path, pages.get_template(name).render(content).encode(errors="replace"))
 
 
 def _contents(results: Results) -> dict[str, Any]:

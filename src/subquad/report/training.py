@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from subquad.report import figures
-from subquad.report.charts import Chart, curves, write_report
-from subquad.report.page import legend, library, template
+from subquad.report.charts import Chart, curves
+from subquad.report.page import legend, library, write_html
 from subquad.report.styles import method_styles, theme
 from subquad.report.tables import Cell, Table
 from subquad.training.results import Record, Results
@@ -64,7 +64,8 @@ def training_charts(results: Results, *, in_page: bool = True) -> list[Chart]:
     for record in results.records:
         rows += _curve(record, "training loss", record.losses)
         for name in dict.fromkeys(name for found in record.evals for name in found if name != "step"):
-            rows += _curve(record, f"validation {name}", [(int(found["step"]), found[name]) for found in record.evals])
+            points = [(int(found["step"]), found[name]) for found in record.evals if name in found]
+            rows += _curve(record, f"validation {name}", points)
     drawn = method_styles(_drawn_methods(results))[1:]
     kinds = tuple(dict.fromkeys(row["kind"] for row in rows))
     return [Chart("curves", curves(rows, drawn, kinds, in_page), kinds)] if rows else []
@@ -108,4 +109,4 @@ def write_training_page(results: Results, path: Path) -> None:
         "facts": [*((name, str(value)) for name, value in facts.items()), ("command", results.command)],
         "library": library(),
     }
-    write_report(path, template("training.html.jinja").render(content).encode())
+    write_html(path, "training.html.jinja", content)

@@ -175,13 +175,13 @@ def _object(kind: Any, value: Any, place: str) -> Any:
 
 
 @cache
-def _fields(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
+def _fields(kind: Any) -> tuple[Mapping[str, Any], list[str]]:
     """The types of its fields, and the names of those that must be there."""
     hints = get_type_hints(kind, include_extras=True)
     if is_typeddict(kind):
-        return hints, kind.__required_keys__
+        return hints, [name for name in hints if name in kind.__required_keys__]
     names = [field.name for field in fields(kind)]
-    return {name: hints[name] for name in names}, frozenset(names)
+    return {name: hints[name] for name in names}, names
 
 
 def _scalar(kind: Any, value: Any, place: str) -> Any:

@@ -24,7 +24,7 @@ from subquad.tasks.classes import Classification
 from subquad.tasks.rows import Columns, model_config, stack_rows
 from subquad.tasks.source import damaged_file, find_file, load_from_hub, parse_rows, require_length, require_rows, task_folder
 
-SIDE, SHIFT = 32, 2
+SIDE, SHIFT, CLASSES = 32, 2, 10
 HELD_OUT = 1_000
 PATCH = {"patches": 4, "pixels": 1}
 MEAN, SPREAD = 0.47, 0.25  # approximately, over all channels
@@ -60,7 +60,7 @@ class Cifar10(Classification):
 
     def model(self, method: str | Mechanism, settings: Settings) -> PreTrainedModel:
         patch = PATCH[self.options(settings)["tokens"]]
-        picture = {"image_size": SIDE, "patch_size": patch, "num_channels": 3, "num_labels": 10}
+        picture = {"image_size": SIDE, "patch_size": patch, "num_channels": 3, "num_labels": CLASSES}
         places = {"position": "learned", "max_position_embeddings": (SIDE // patch) ** 2}
         model = SubquadForImageClassification(model_config(method, settings, **picture, **places))
         positions: Any = model.model.positions
@@ -124,4 +124,5 @@ def decode_images(path: Path, images: Any, labels: Any) -> tuple[Tensor, Tensor]
         return found
 
     found = numpy.stack(parse_rows(path, images, pixels, f"picture of {SIDE} x {SIDE}"))
-    return torch.from_numpy(found).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)
+    classes = parse_rows(path, labels, range(CLASSES).index, f"class from 0 to {CLASSES - 1}")
+    return torch.from_numpy(found).permute(0, 3, 1, 2).contiguous(), torch.tensor(classes)

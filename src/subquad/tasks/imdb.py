@@ -81,7 +81,9 @@ def distinct(reviews: list[Review]) -> list[Review]:
 
 def _review(line: str) -> Review:
     row = json.loads(line)
-    return str(row["text"]), range(2)[row["label"]]
+    text, label = row["text"], row["label"]
+    text.encode()  # refuses what is not text
+    return text, range(2).index(label)
 
 
 def _rows(reviews: list[Review], length: int) -> Sequences:

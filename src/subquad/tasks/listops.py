@@ -93,7 +93,7 @@ class ListOps(Classification):
 def _row(line: str) -> tuple[int, Tensor]:
     value, symbols = line.split("\t")
     ids = [IDS[symbol] for symbol in symbols.split() if symbol not in "()"]
-    return range(10)[int(value)], torch.tensor(ids, dtype=torch.uint8)
+    return range(10).index(int(value)), torch.tensor(ids, dtype=torch.uint8)
 
 
 def generate(count: int, length: int, operators: tuple[str, ...], draw: random.Random) -> Sequences:

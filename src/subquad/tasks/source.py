@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import lzma
 import zipfile
@@ -11,11 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from subquad.errors import InputError, SubquadError, load_extra
+from subquad.errors import InputError, SubquadError, first_line, load_extra
 from subquad.tasks.base import Settings, TaskInfo
 
 Read = TypeVar("Read")
 Parsed = TypeVar("Parsed")
+_UNREADABLE = (  # RuntimeError: a zip file with a password, or compressed in an unknown way
+    OSError, EOFError, IndexError, MemoryError, RuntimeError, lzma.LZMAError, zlib.error, zipfile.BadZipFile,
+)  # fmt: skip
 _OPEN: dict[str, Callable[[Path], Any]] = {".xz": lzma.open, ".gz": gzip.open}
 
 
@@ -51,7 +53,7 @@ def read_bytes(path: Path) -> bytes:
             return path.read_bytes()
         with _OPEN[path.suffix](path) as file:
             return bytes(file.read())
-    except (OSError, EOFError, IndexError, lzma.LZMAError, zlib.error, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise damaged_file(path, error) from error
 
 
@@ -71,16 +73,16 @@ def parse_rows(path: Path, rows: Iterable[Read], parse: Callable[[Read], Parsed]
     found: list[Parsed] = []
     try:
         found.extend(map(parse, rows))
-    except (ArithmeticError, OSError, LookupError, TypeError, ValueError, csv.Error) as error:
-        raise damaged_file(path, f"row {len(found) + 1} is not a {what} ({error})") from error
+    except Exception as error:  # a row may hold anything, and each reader has its own errors for that
+        raise damaged_file(path, f"row {len(found) + 1} is not a {what} ({first_line(error).removesuffix('.')})") from error
     return found
 
 
 def damaged_file(path: Path, error: object) -> DataError:
     if isinstance(error, FileNotFoundError):
         return DataError(f"there is no file {path}.")
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return DataError(f"{path} cannot be read: {said}. It may be incomplete. Get it again.")
+    said = first_line(error) if isinstance(error, BaseException) else f"{error}."
+    return DataError(f"{path} cannot be read: {said} It may be incomplete. Get it again.")
 
 
 def load_from_hub(info: TaskInfo, *name: str, **given: Any) -> Any:
@@ -89,9 +91,8 @@ def load_from_hub(info: TaskInfo, *name: str, **given: Any) -> Any:
     try:
         return datasets.load_dataset(*(name or info.source.split(", ")), **given)
     except Exception as error:  # no network, no such name, a broken download: the advice is the same
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
-            f"{info.source} could not be loaded from the Hugging Face hub: {said}. {download_advice(info)}"
+            f"{info.source} could not be loaded from the Hugging Face hub: {first_line(error)} {download_advice(info)}"
         ) from error
 
 

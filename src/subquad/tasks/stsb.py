@@ -124,7 +124,10 @@ class SubquadForSimilarity(SubquadPreTrainedModel):
 
 def _pair(row: list[str]) -> Pair:
     first, second, similarity = row
-    return first, second, float(similarity)
+    score = float(similarity)
+    if not 0 <= score <= HIGHEST:
+        raise ValueError(f"the similarity must be from 0 to {HIGHEST:g}; got {score:g}")
+    return first, second, score
 
 
 def collate(rows: Sequence[Row]) -> Batch:

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from subquad.conversion.activations import Batch
 from subquad.conversion.repair.schedule import Schedule, StageProgress
-from subquad.errors import InputError
+from subquad.errors import InputError, first_line
 from subquad.runs.files import remove_unfinished, write_atomically
 from subquad.runs.precision import mixed_precision
 from subquad.runs.tensor_file import read_tensors
 from subquad.runs.typed_json import misfit, parse
 
+_WHAT, _ADVICE = "the checkpoint of a repair", "Remove it to start over."
 _CLIP = 1.0
 _WARMUP = 0.05  # fraction of the steps
 
@@ -185,15 +186,14 @@ class _Run:
         remove_unfinished(path)
         if not path.exists():
             return
-        saved = read_tensors(path)
+        saved = read_tensors(path, _WHAT, _ADVICE)
         try:
             identity = parse(dict[str, Any], saved["identity"], "identity")
             if identity == self.identity():
                 self._restore(saved)
                 return
         except Exception as error:  # nothing that a file holds is certain
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise InputError(f"{path} is not a readable checkpoint of a repair: {said}. Remove it to start over.") from error
+            raise InputError(f"{path} cannot be read as {_WHAT}: {first_line(error)} {_ADVICE}") from error
         raise InputError(
             f"{path} is the checkpoint of a repair with other settings; got {self.identity()}, and it has "
             f"{identity}. Repeat those settings, choose another folder, or remove it to start over."

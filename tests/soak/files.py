@@ -1,0 +1,104 @@
+"""Part `files`: whatever a file holds, it is read rightly or refused with one message, and nothing in it is executed.
+
+A case takes a whole set of files of one kind (see `readers`), damages one of them, and reads them as a user does. A finding is an
+error of another family, code that ran, text of a file in a page or on the terminal that would be obeyed, or a file that was
+touched and must not be.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import traceback
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from subquad.errors import SubquadError
+from tests.soak.damage import TAG
+from tests.soak.readers import READERS, captured
+
+COUNT = 2_000
+SECONDS = 120
+_MEMORY = 6 * 2**30  # bytes that a case may ask for: a file that asks for more is refused, not obeyed
+
+
+def run_case(seed: int, index: int, folder: Path) -> dict[str, Any]:
+    chance = random.Random(f"files {seed} {index}")
+    name = chance.choices(list(READERS), [reader.share for reader in READERS.values()])[0]
+    reader, mark = READERS[name](), folder / "executed"
+    with captured() as out, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        files = reader.prepare(folder)
+        done = reader.spoil(files, mark, chance)
+        verdict, error = "answered", ""
+        _limit_memory()
+        try:
+            reader.read(folder, chance)
+        except SubquadError as refusal:
+            verdict, error = ("refused", "") if str(refusal).strip() else ("wrong", "a refusal without a message")
+        except Exception as foreign:
+            verdict, error = "foreign error", _last_lines(foreign)
+    if wrong := _obeyed(folder, mark, out.getvalue()):
+        verdict, error = "wrong", wrong
+    labels = {"file": name, "damage": done.split(":")[0]}
+    how = f"python -m tests.soak --part files --seed {seed} --only {index}"
+    return {"verdict": verdict, "labels": labels, "error": f"{name}: {done}: {error}"} | {"reproduction": how}
+
+
+def _limit_memory() -> None:
+    """Of data: the engine that draws charts reserves address space, which it does not use."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY, most))
+
+
+def _last_lines(error: Exception) -> str:
+    where = [frame for frame in traceback.extract_tb(error.__traceback__) if "/subquad/" in frame.filename][-1:]
+    places = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in where]
+    return f"{type(error).__name__}: {str(error)[:300]} {' '.join(places)}"
+
+
+def _obeyed(folder: Path, mark: Path, printed: str) -> str:
+    """What in the files was obeyed; empty if nothing was."""
+    if mark.exists():
+        return "code in a file was executed"
+    if "\x1b]" in printed:
+        return "a file controls the terminal"
+    for page in folder.rglob("*.html"):
+        if wrong := _Page().check(page.read_text()):
+            return f"{page.name}: {wrong}"
+    return ""
+
+
+class _Page(HTMLParser):
+    """Looks for text of a file that a browser would take for markup, and for data that it could not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong = ""
+        self.is_data = False
+
+    def check(self, text: str) -> str:
+        self.feed(text)
+        self.close()
+        return self.wrong
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if TAG in tag or any(TAG in name for name, _ in attributes):
+            self.wrong = f"text of a file is markup of the page: {self.get_starttag_text()}"
+        self.is_data = tag == "script" and ("type", "application/json") in attributes
+
+    def handle_data(self, data: str) -> None:
+        if self.is_data:
+            try:
+                json.loads(data, parse_constant=_refuse)
+            except ValueError as error:
+                self.wrong = f"the data of the page is not JSON: {error}"
+        self.is_data = False
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
