@@ -20,6 +20,10 @@ HOSTILE_NUMBERS = [
     0, -1, 1, 2, 7, -0.0, 0.5, 1e-320, 1e308, -1e308, 2**31 - 1, 2**31, 2**53, 2**62, 2**63, -(2**63), 10**40, 10**400, math.nan,
     math.inf, -math.inf, 5e-324,
 ]  # fmt: skip
+USUAL_TEXT = [
+    "sdpa", "softmax", "linear", "hybrid", "other", "measured", "predicted", "failed", "refused", "done", "running", "stopped",
+    "forward", "decode", "float64", "cuda", "cpu", "naive swap", "keep", "lora", "sigmoid", "bert", "LlamaModel", "fp32",
+]  # fmt: skip
 REMOVE, REPEAT, RENAME, SWAP = "remove", "repeat", "rename", "swap"
 
 
@@ -97,7 +101,9 @@ def _change(content: Any, chance: random.Random, others: Callable[[random.Random
 
 
 def hostile_value(chance: random.Random) -> Any:
-    kind = chance.choice(["text", "text", "number", "number", "other", "deep"])
+    kind = chance.choice(["text", "text", "number", "number", "other", "deep", "usual", "usual"])
+    if kind == "usual":  # of the right kind, and unlike its neighbours
+        return chance.choice([chance.randrange(5_000), chance.lognormvariate(0, 9), chance.choice(USUAL_TEXT)])
     if kind == "text":
         return chance.choice(HOSTILE_TEXT)
     if kind == "number":

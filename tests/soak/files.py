@@ -68,23 +68,24 @@ def _obeyed(folder: Path, mark: Path, printed: str) -> str:
     if "\x1b]" in printed:
         return "a file controls the terminal"
     for page in folder.rglob("*.html"):
-        if wrong := _Page().check(page.read_text()):
+        if wrong := fault_of_page(page.read_text()):
             return f"{page.name}: {wrong}"
     return ""
 
 
-class _Page(HTMLParser):
-    """Looks for text of a file that a browser would take for markup, and for data that it could not read."""
+def fault_of_page(text: str) -> str:
+    """Whether a browser would take text of a file for markup, or could not read the data; empty if neither."""
+    page = _Page()
+    page.feed(text)
+    page.close()
+    return page.wrong
 
+
+class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.wrong = ""
         self.is_data = False
-
-    def check(self, text: str) -> str:
-        self.feed(text)
-        self.close()
-        return self.wrong
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         if TAG in tag or any(TAG in name for name, _ in attributes):

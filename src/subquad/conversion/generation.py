@@ -104,7 +104,7 @@ class TextGenerator:
         """
         sampling = _sampling(temperature, top_p)
         checks.seed(seed)
-        given = self.tokenizer(prompt, return_tensors="pt")
+        given = self._tokens(prompt)
         length = given["input_ids"].shape[1]
         if not length:
             raise InputError("a prompt must have at least one token; got an empty one.")
@@ -122,13 +122,13 @@ class TextGenerator:
                 streamer=streamer, stopping_criteria=StoppingCriteriaList([_StopRequested(is_stopping)]),
                 return_dict_in_generate=True, **sampling,
             )  # fmt: skip
+        except SubquadError:
+            raise
         except IndexError as error:
             raise InputError(
                 f"this model has no positions beyond its context of {context_of(self.model.config)} tokens. Leave "
                 "--beyond-context out."
             ) from error
-        except SubquadError:
-            raise
         except Exception as error:  # its configs may say anything, and models have their own errors for that
             raise InputError(
                 f"{type(self.model).__name__} cannot generate text: {type(error).__name__}: {first_line(error)} Check "
@@ -138,6 +138,12 @@ class TextGenerator:
         is_cut = allowed < max_new_tokens and len(ids) == allowed
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return Generated(text, len(ids), time.monotonic() - started, state_bytes(found.past_key_values), is_cut)
+
+    def _tokens(self, prompt: str) -> Any:
+        try:
+            return self.tokenizer(prompt, return_tensors="pt")
+        except Exception as error:
+            raise InputError(f"the tokenizer of this model cannot read the prompt: {first_line(error)}") from error
 
     def _room(self, length: int, beyond_context: bool) -> int | None:
         """The number of tokens that fit into the context after the prompt; None for no limit."""

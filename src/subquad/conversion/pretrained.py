@@ -105,6 +105,8 @@ def load_tokenizer(place: str, gguf: str | None = None) -> Any:
         found = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **_gguf(gguf))
     except Exception as error:  # each kind of tokenizer has its own errors for missing files
         raise InputError(f"no tokenizer can be loaded from {place}: {first_line(error)} {advice}") from error
+    if not isinstance(found.model_max_length, (int, float)):
+        raise InputError(f"model_max_length in {place} must be a number; got {found.model_max_length!r}. {advice}")
     files = {*found.vocab_files_names.values(), "tokenizer.json"} if found.vocab_files_names else set()
     folder = Path(place).expanduser()
     if files and gguf is None and folder.is_dir() and not any((folder / file).is_file() for file in files):
