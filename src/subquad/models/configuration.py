@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import reprlib
 import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
 from subquad import checks
-from subquad.errors import InputError, OptionError, UnsupportedError, closest
+from subquad.errors import InputError, OptionError, UnsupportedError, closest, shown
 from subquad.families.base import NEEDS, Mechanism
 from subquad.models import methods
 from subquad.registry import require
@@ -191,13 +190,13 @@ class SubquadConfig(PreTrainedConfig):
         for name in given:
             most = _MOST_LAYERS if name.endswith("_layers") else _LARGEST
             if getattr(self, name) > most:
-                raise InputError(f"{name} must be at most {most:,}; got {reprlib.repr(getattr(self, name))}.")
+                raise InputError(f"{name} must be at most {most:,}; got {shown(getattr(self, name))}.")
         checks.dropout(self.dropout)
         checks.dropout(self.attention_dropout, "attention_dropout")
         for name, (least, rule) in _FLOATS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value <= sys.float_info.max:
-                raise InputError(f"{name} must be a finite number {rule}; got {reprlib.repr(value)}.")
+                raise InputError(f"{name} must be a finite number {rule}; got {shown(value)}.")
         self._check_token_ids()
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
@@ -228,7 +227,7 @@ class SubquadConfig(PreTrainedConfig):
                 is_id = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < above
                 if value is not None and not is_id:
                     raise InputError(
-                        f"{name} must be a token id from 0 to {above - 1:,}, or None; got {reprlib.repr(getattr(self, name))}."
+                        f"{name} must be a token id from 0 to {above - 1:,}, or None; got {shown(getattr(self, name))}."
                     )
 
     def check_model(self) -> None:

@@ -9,14 +9,13 @@ Version 1 had the first of them alone.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from subquad.errors import InputError
+from subquad.errors import InputError, shown
 from subquad.families.base import Mechanism
 from subquad.registry import from_record, to_record
 from subquad.runs import typed_json
@@ -85,7 +84,7 @@ def from_json(saved: Any) -> ConversionRecord:
     """The record that `to_json` wrote, in this version or in version 1."""
     if not isinstance(saved, dict) or saved.get("version") not in (1, VERSION):
         raise InputError(
-            f"config.subquad must be a conversion record of version 1 or {VERSION}; got {reprlib.repr(saved)}, written by "
+            f"config.subquad must be a conversion record of version 1 or {VERSION}; got {shown(saved)}, written by "
             "another version of subquad. Convert the model again, or install that version."
         )
     renamed = {_RENAMED.get(name, name): value for name, value in saved.items() if name != "version"}
