@@ -15,9 +15,13 @@ struct View {
     }
 };
 
+// Zeros up to whole vectors: a row that was multiplied by NaN has left NaN there.
 template <class T>
 void load(const Rows<T>& x, const View& view, Index b, Index h, Index start, Index n) {
-    for (Index i = 0; i < n; ++i) std::memcpy(x[i], view.at<T>(b, h, start + i), x.columns * sizeof(T));
+    for (Index i = 0; i < n; ++i) {
+        std::memcpy(x[i], view.at<T>(b, h, start + i), x.columns * sizeof(T));
+        std::fill(x[i] + x.columns, x[i] + padded<T>(x.columns), T(0));
+    }
 }
 
 template <class T>

@@ -5,6 +5,7 @@ B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv val
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -20,6 +21,7 @@ from subquad.engines.state_spec import StateSpec
 from subquad.errors import InputError, OptionError
 from subquad.families.base import Mechanism, Sizes
 from subquad.families.recomputation import BufferHistory, is_recomputing
+from subquad.ops.precision import is_finite, needs_gradient
 from subquad.registry import require, resolve
 from subquad.state import State, checked, is_checked
 
@@ -216,8 +218,13 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
         checks.state(call.state, method, call.key, call.value)
         if not is_checked(call.state):
             _check_tensors(call.state, mechanism.state_spec(call))
+    spoiled = _spoiled_pads(call)
+    if spoiled is not None:
+        call = replace(call, query=call.query.masked_fill(spoiled, 0))
     with _without_autocast(call.query.device):
         out, tensors = mechanism.run(call)
+    if spoiled is not None and "cross" not in mechanism.refuses:  # they may be real queries, of another sequence
+        out = out.masked_fill(spoiled, math.nan)
     if not call.return_state:
         return out
     assert tensors is not None
@@ -240,6 +247,20 @@ def _resolved(call: Call) -> Call:
         return call
     tensors: dict[str, Any] = {name: x.resolve_neg() for name, x in vars(call).items() if isinstance(x, Tensor)}
     return replace(call, **tensors, weights={name: x.resolve_neg() for name, x in call.weights.items()})
+
+
+def _spoiled_pads(call: Call) -> Tensor | None:
+    """The queries (B, H, N, 1) at the places of pads that are not finite; None if there are none.
+
+    They are left out of the computation, because 0 times NaN is NaN: even where the gradient of their output is 0, they would
+    reach the gradients of all keys that they attend to.
+    """
+    query, real = call.query, call.key_padding_mask
+    if real is None or query.shape[2] != real.shape[1]:
+        return None
+    if not needs_gradient(query, call.key, call.value, *call.weights.values()) or is_finite(query):
+        return None
+    return ~(query.isfinite().all(-1, keepdim=True) | real[:, None, :, None])
 
 
 def _check_tensors(state: State, expected: StateSpec | None) -> None:

@@ -1,11 +1,15 @@
-"""A NaN in a real token shows: the compiled kernels and their PyTorch fallbacks return it in the same places."""
+"""A NaN in a real token shows, in the same places with and without compiled kernels. Nothing else makes a NaN."""
+
+import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+import subquad as sq
 from subquad.ops import dispatch
 from tests.engines.test_native import needs_compiled
-from tests.harness import CASES, inputs
+from tests.harness import CASES, every_case, inputs
 from tests.kernels import has_kernels
 
 with_kernels = pytest.mark.parametrize(
@@ -57,3 +61,58 @@ def test_in_a_value(case):
         assert sees.any()
         assert found[sees].all()
         assert expected[sees].all()
+
+
+def gradients(case, x, upstream, **options):
+    """The output, and the gradients of queries, keys, values and parameters."""
+    x = x.map(torch.Tensor.requires_grad_)
+    out = case.run(x, **options)
+    given = [x.query, x.key, x.value, *case.module_for(x).parameters()]
+    return out.detach(), *torch.autograd.grad(out, given, upstream, allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.parametrize("body", [nullcontext, dispatch.disabled], ids=["compiled", "fallback"])
+@pytest.mark.parametrize("content", [math.nan, math.inf], ids=str)
+@every_case(key_padding_mask=True)
+def test_queries_of_pads_change_no_gradient(case, content, body):
+    """Their outputs have the gradient 0."""
+    real = torch.ones(2, 37, dtype=torch.bool)
+    real[0, :6] = real[1, 20:25] = False
+    rows = real[:, None].expand(2, 3, 37)
+    upstream = torch.randn(2, 3, 37, 7, dtype=torch.float64) * rows.unsqueeze(-1)
+    for is_causal in case.directions:
+        results = []
+        for filling in (0.5, content):
+            x = inputs(37)
+            x.query[~rows] = filling
+            with body():
+                out, *grads = gradients(case, x, upstream, is_causal=is_causal, key_padding_mask=real)
+            results.append([out[rows], *grads])
+        for expected, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_query_beside_a_pad_may_be_that_of_another_sequence():
+    """As many queries as keys, in cross-attention: its NaN shows, also where gradients are recorded."""
+    x, real = inputs(9), torch.arange(9).expand(2, -1) != 4
+    x.query[0, 0, 4] = math.nan
+    for method in ("softmax", "linear", sq.Clustered(clusters=3, topk=2)):
+        for needs_grad in (False, True):
+            with torch.set_grad_enabled(needs_grad):
+                x.key.requires_grad_(needs_grad)
+                out = sq.attention(x.query, x.key, x.value, method, key_padding_mask=real)
+            assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 4]], method
+
+
+@needs_compiled
+@with_kernels
+def test_gradients_of_other_sequences_stay(case):
+    """What a kernel leaves in its scratch memory must not reach the next sequence."""
+    upstream = torch.randn(2, 3, 37, 7, dtype=torch.float64)
+    for is_causal in case.directions:
+        clean, x = inputs(37), inputs(37)
+        x.query[0] = x.key[0] = x.value[0] = math.nan
+        expected, found = (gradients(case, given, upstream, is_causal=is_causal)[:4] for given in (clean, x))
+        for theirs, ours in zip(expected, found, strict=True):
+            assert torch.equal(theirs[1], ours[1])

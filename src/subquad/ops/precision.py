@@ -19,13 +19,25 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def has_nan(x: Tensor) -> bool:
-    """Whether a NaN is in `x`, which is in CPU memory. False where that is unknown: traced calls, fake tensors, vmap, a GPU."""
+    """Whether a NaN is in `x`; False where that is unknown."""
+    total = _total(x)
+    return total is not None and math.isnan(total)
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether all of `x` is finite; False where that is unknown, or where the sum overflows."""
+    total = _total(x)
+    return total is not None and math.isfinite(total)
+
+
+def _total(x: Tensor) -> float | None:
+    """The sum; None where values cannot be looked at, or not without waiting: traced calls, fake tensors, vmap, a GPU."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return False
+        return None
     try:
-        return math.isnan(x.detach().sum().item())
-    except RuntimeError:  # there are no values to look at
-        return False
+        return x.detach().sum().item()
+    except RuntimeError:
+        return None
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -29,8 +29,8 @@ __all__ = ["GlobalTokens", "Layout", "attend", "state_spec"]
 def attend(call: Call, layout: Layout) -> tuple[Tensor, StateTensors | None]:
     """The output (B, H, n, Dv), and the tensors of the new state if the call asks for them."""
     if call.key_padding_mask is not None:
-        key, value = (zero_pads(x, call.key_padding_mask) for x in (call.key, call.value))
-        call = replace(call, key=key, value=value)
+        query, key, value = (zero_pads(x, call.key_padding_mask) for x in (call.query, call.key, call.value))
+        call = replace(call, query=query, key=key, value=value)
     if call.state is not None:
         return decoding.attend(call, layout)
     out = _attend_sequence(call, layout)
