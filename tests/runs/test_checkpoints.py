@@ -1,5 +1,7 @@
 """Which folders are checkpoints, and whether their files are those that were written."""
 
+import os
+
 import pytest
 
 from subquad.runs import checkpoints
@@ -62,3 +64,22 @@ def test_a_file_that_the_run_did_not_write_is_refused(checkpoint):
     (checkpoint / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(checkpoints.DamagedError, match=r"have changed: pytorch_model\.bin\. Put"):
         checkpoints.require_intact(checkpoint)
+
+
+def test_a_checkpoint_file_that_cannot_be_written_is_refused_and_the_old_one_stays(tmp_path, monkeypatch):
+    path = tmp_path / "repair" / "lora.pt"
+    checkpoints.write_file(path, b"old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(checkpoints.SaveError, match=r"lora.pt could not be written: .*No space left.*MiB are free.*--resume"):
+        checkpoints.write_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [found.name for found in path.parent.iterdir()] == ["lora.pt"]
+
+
+def test_nothing_but_the_folder_is_left_of_writing_it(tmp_path):
+    checkpoints.write_folder(tmp_path / "best", lambda folder: (folder / "config.json").write_text("{}"))
+    assert [found.name for found in tmp_path.iterdir()] == ["best"]

@@ -266,7 +266,6 @@ class _Conversion:
     def _write(self) -> None:
         self.on_progress(Progress("saving", 0.0))
         checkpoints.write_folder(self.out / MODEL, self._fill)
-        shutil.rmtree(self.out / checkpoints.STAGING, ignore_errors=True)
         self.results.is_saved = True
         self._save()
 

@@ -137,12 +137,26 @@ def write_folder(
             write_checksums(unfinished)
             _flush_all(unfinished)
             _replace(unfinished, target)
+            with contextlib.suppress(OSError):  # another folder may be in it
+                unfinished.parent.rmdir()
     except Exception as error:  # safetensors and torch raise errors of their own for a full disk
         if is_writer:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise SaveError(_message(error, target)) from error
     if is_writer and target.name.startswith(PREFIX):
         _remove_older(target)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write one file, and the folder that it is in if need be; for a checkpoint that has no folder of its own."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+    except OSError as error:
+        raise SaveError(
+            f"{path} could not be written: {_reason(error, path.parent)}. Nothing else was lost: what was there before is "
+            "intact. Make room, then run the same command with --resume."
+        ) from error
 
 
 def _replace(unfinished: Path, target: Path) -> None:
@@ -168,9 +182,15 @@ def _flush_all(folder: Path) -> None:
 def _message(error: Exception, target: Path) -> str:
     newest = latest(target.parent)
     kept = "there is no checkpoint yet" if newest is None else f"the checkpoint of step {step_of(newest)} is intact"
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    free = f"{shutil.disk_usage(target.parent).free / 2**20:,.0f} MiB are free there"
     return (
-        f"{target} could not be written: {reason} ({free}). Nothing else was lost: {kept}. "
+        f"{target} could not be written: {_reason(error, target.parent)}. Nothing else was lost: {kept}. "
         "Make room, then run the same command with --resume."
     )
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """What the error says, and how much room there is."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    while not folder.exists():
+        folder = folder.parent
+    return f"{reason} ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there)"

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from subquad.conversion.activations import Batch
 from subquad.conversion.repair.schedule import Schedule, StageProgress
 from subquad.errors import InputError, first_line
-from subquad.runs.files import remove_unfinished, write_atomically
+from subquad.runs import checkpoints
+from subquad.runs.files import remove_unfinished
 from subquad.runs.precision import mixed_precision
 from subquad.runs.tensor_file import read_tensors
 from subquad.runs.typed_json import misfit, parse
@@ -164,7 +165,6 @@ class _Run:
     def save(self, folder: Path | None) -> None:
         if folder is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
         torch.save(
             {
@@ -176,7 +176,7 @@ class _Run:
             },
             content,
         )
-        write_atomically(_path(folder, self.stage), content.getvalue())
+        checkpoints.write_file(_path(folder, self.stage), content.getvalue())
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
