@@ -140,7 +140,7 @@ def _require_silence(kind: str, code: int, log: str) -> None:
     expected = {0, STOPPED, -SIGNALS[kind]} if kind in SIGNALS else {0, 1}
     if code not in expected:
         raise LostError(f"exit code {code} after {kind}: {log[-3000:]}")
-    if code == 1 and log.count("error: ") != 1:
+    if code == 1 and sum(line.startswith("error: ") for line in log.splitlines()) != 1:
         raise LostError(f"not one message after {kind}: {log[-3000:]}")
 
 
