@@ -215,3 +215,10 @@ def test_autocast():
 def test_another_width_of_source_needs_cross_attention(method):
     with pytest.raises(sq.UnsupportedError, match="cross-attention"):
         sq.Attention(16, 2, method, source_dim=8)
+
+
+@torch.no_grad()
+def test_a_large_integer_as_scale():
+    for method in (sq.Plain(), sq.Longformer(window=3), sq.BigBird(block=4), sq.Pooled(stride=3), sq.Clustered(), sq.SVD()):
+        q, k, v = torch.randn(3, 1, 2, 9, 4).unbind(0)
+        assert torch.equal(*(sq.attention(q, k, v, method, scale=scale) for scale in (10**20, 1e20)))

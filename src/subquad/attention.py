@@ -212,8 +212,8 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
     checks.call(call)
     require(mechanism, (*call.needs, *needs))
     checks.shared_query_and_key(mechanism, call.query, call.key)
-    call = _resolved(call)
     method = described(mechanism, call.scale)
+    call = _resolved(call)
     if call.state is not None:
         checks.state(call.state, method, call.key, call.value)
         if not is_checked(call.state):
@@ -241,7 +241,12 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
 
 
 def _resolved(call: Call) -> Call:
-    """The call without lazy views such as `z.conj().imag`: their memory has the opposite signs, and kernels read memory."""
+    """The call without lazy views such as `z.conj().imag`: their memory has the opposite signs, and kernels read memory.
+
+    An integer as the scale becomes a float, because PyTorch multiplies tensors by integers of 64 bits only.
+    """
+    if isinstance(call.scale, int):
+        call = replace(call, scale=float(call.scale))
     given = (call.query, call.key, call.value, call.attn_mask, call.hidden, *call.weights.values())
     if torch.compiler.is_compiling() or not any(x is not None and x.is_neg() for x in given):
         return call

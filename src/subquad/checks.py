@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from subquad.engines.call import Call
-from subquad.errors import InputError, StateError, closest
-from subquad.families.base import Mechanism
+from subquad.errors import InputError, StateError, closest, shown
+from subquad.families.base import LARGEST, SMALLEST, Mechanism, is_finite
 from subquad.state import State, is_checked, require_plausible
 
 _OPTIONS = tuple(f.name for f in fields(Call) if f.name not in ("query", "key", "value", "weights", "hidden"))
@@ -118,7 +117,7 @@ def options(options: dict[str, object]) -> None:
 
 def flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InputError(f"{name} must be True or False; got {value!r}.")
+        raise InputError(f"{name} must be True or False; got {shown(value)}.")
 
 
 def padding(mask: Tensor | None, expected: tuple[int, int], device: torch.device) -> None:
@@ -163,13 +162,17 @@ def attn_mask(mask: Tensor | None, query: Tensor, keys: int) -> None:
 def scale(value: float | None) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InputError(f"scale must be a finite number, or None for the mechanism's own; got {value!r}.")
+    if not is_finite(value):
+        raise InputError(f"scale must be a finite number, or None for the mechanism's own; got {shown(value)}.")
+    if value and not SMALLEST <= abs(value) <= LARGEST:
+        raise InputError(
+            f"scale must be 0, or from {SMALLEST:g} to {LARGEST:g} in magnitude, which float32 can hold; got {shown(value)}."
+        )
 
 
 def dropout(p: float, name: str = "dropout") -> None:
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
-        raise InputError(f"{name} must be a probability from 0 to below 1; got {p!r}.")
+        raise InputError(f"{name} must be a probability from 0 to below 1; got {shown(p)}.")
 
 
 def state(state: State, method: str, key: Tensor, value: Tensor) -> None:
@@ -250,8 +253,10 @@ def hidden(hidden: Tensor | None, key: Tensor, dim: int | None, method: str) -> 
 def rotary(base: float | None, head_dim: int) -> None:
     if base is None:
         return
-    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 1 < base < math.inf:
-        raise InputError(f"rotary must be the base of the angles, a number above 1 such as 10000.0, or None; got {base!r}.")
+    if not is_finite(base) or base <= 1:
+        raise InputError(
+            f"rotary must be the base of the angles, a number above 1 such as 10000.0, or None; got {shown(base)}."
+        )
     if head_dim % 2:
         raise InputError(f"rotary positions rotate pairs of channels, so head_dim must be even; got {head_dim}.")
 
@@ -259,10 +264,12 @@ def rotary(base: float | None, head_dim: int) -> None:
 def seed(value: int) -> None:
     """A seed for random numbers; the bound leaves room to combine it with a step."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise InputError(f"seed must be an integer from 0 to 2^31 - 1; got {value!r}.")
+        raise InputError(f"seed must be an integer from 0 to 2^31 - 1; got {shown(value)}.")
 
 
 def sizes(**named: int) -> None:
     for name, size in named.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InputError(f"{name} must be an integer of at least 1; got {size!r}.")
+            raise InputError(f"{name} must be an integer of at least 1; got {shown(size)}.")
+        if size >= 2**31:
+            raise InputError(f"{name} must be an integer below 2**31; got {shown(size)}.")

@@ -28,7 +28,7 @@ class Call:
     is_causal: bool = False
     key_padding_mask: Tensor | None = None  # (B, M) bool
     attn_mask: Tensor | None = None  # broadcasts to (B, H, N, M); with a state, M counts its keys too
-    scale: float | None = None
+    scale: int | float | None = None
     dropout_p: float = 0.0
     state: State | None = None
     return_state: bool = False

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec
-from subquad.errors import OptionError, closest
+from subquad.errors import OptionError, closest, shown
 from subquad.state import StateTensors
 
 # What a caller may require of a mechanism, and how error messages phrase it.
@@ -123,7 +123,7 @@ class Mechanism(ABC):
     def __new__(cls, *args: object, **options: object) -> Mechanism:
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         if args:
-            raise OptionError(f"{cls.__name__} takes its options by name; got {args!r}. Options: {_list(known)}.")
+            raise OptionError(f"{cls.__name__} takes its options by name; got {shown(args)}. Options: {_list(known)}.")
         for name in options:
             if name not in known:
                 raise OptionError(f"{cls.__name__} has no option {name!r}{closest(name, known)} Options: {_list(known)}.")
@@ -203,31 +203,37 @@ class Mechanism(ABC):
         """A `subquad.MechanismModule` that holds the buffers and parameters of this mechanism."""
         return type(self).module_class(self, heads=heads, head_dim=head_dim, kv_heads=kv_heads, value_dim=value_dim, dim=dim)
 
-    def _require_count(self, *names: str) -> None:
+    def _require_count(self, *names: str, most: int = 2**31 - 1) -> None:
         for name in names:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                self._refuse(name, "must be an integer of at least 1")
-            self._require_small(name)
+            self._require_integer(name, 1, most)
 
     def _require_whole(self, *names: str) -> None:
         for name in names:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                self._refuse(name, "must be an integer of at least 0")
-            self._require_small(name)
+            self._require_integer(name, 0, 2**31 - 1)
 
-    def _require_small(self, name: str) -> None:
-        if getattr(self, name) >= 2**31:
-            self._refuse(name, "must be an integer below 2**31")
+    def _require_integer(self, name: str, least: int, most: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self._refuse(name, f"must be an integer of at least {least}")
+        if value > most:
+            self._refuse(name, f"must be an integer of at most {most}")
+
+    def _require_rows(self, *names: str, most: int = 2**16) -> None:
+        """Counts whose product is the number of rows in the weights of a head, and so their size whatever the length is."""
+        self._require_count(*names)
+        total = math.prod(getattr(self, name) for name in names)
+        if total > most:
+            product = " times ".join(f"{type(self).__name__}.{name}" for name in names)
+            raise OptionError(f"{product} must be at most {most}, since the weights have as many rows; got {total}.")
 
     def _require_seed(self, name: str = "seed") -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
             self._refuse(name, "must be an integer from 0 to 2**63 - 1")
 
-    def _require_choice(self, name: str, choices: Iterable[object]) -> None:
-        if getattr(self, name) not in tuple(choices):
+    def _require_choice(self, name: str, choices: Iterable[str]) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, str) or value not in tuple(choices):
             self._refuse(name, f"must be one of {_list(map(repr, choices))}")
 
     def _require_flag(self, *names: str) -> None:
@@ -238,11 +244,26 @@ class Mechanism(ABC):
     def _require_positive(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            if not is_finite(value) or value <= 0:
                 self._refuse(name, "must be a finite number above 0")
+            if not SMALLEST <= value <= LARGEST:
+                self._refuse(name, f"must be from {SMALLEST:g} to {LARGEST:g}, which float32 can hold")
 
     def _refuse(self, name: str, rule: str) -> NoReturn:
-        raise OptionError(f"{type(self).__name__}.{name} {rule}; got {getattr(self, name)!r}.")
+        raise OptionError(f"{type(self).__name__}.{name} {rule}; got {shown(getattr(self, name))}.")
+
+
+SMALLEST, LARGEST = 1e-30, 1e30  # numbers that float32 holds, and their products with ordinary ones, too
+
+
+def is_finite(value: object) -> bool:
+    """Whether `value` is an ordinary number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _list(words: Iterable[str]) -> str:

@@ -76,6 +76,8 @@ class BigBird(SparseMechanism):
             self._refuse("window", "must be odd, so that it has a middle")
         self._require_whole("random", "globals")
         self._require_choice("mode", MODES)
+        if self.mode == "etc" and self.globals:
+            self._require_rows("globals", "block")
         self._require_seed()
 
     @property

@@ -65,7 +65,9 @@ class Clustered(Mechanism):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._require_count("clusters", "bits", "iterations")
+        self._require_count("clusters")
+        self._require_count("iterations", most=1000)
+        self._require_rows("bits")
         self._require_whole("topk")
         self._require_seed()
 

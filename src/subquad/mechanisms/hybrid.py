@@ -77,7 +77,7 @@ class Hybrid(Mechanism):
         self._require_whole("window")
         self._require_choice("map", get_args(MapName))
         if self.features is not None:
-            self._require_count("features")
+            self._require_rows("features")
             if self.map != "t2r":
                 self._refuse("features", f"is only for map='t2r', but map is {self.map!r}; leave features out")
 

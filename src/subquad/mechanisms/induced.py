@@ -53,7 +53,7 @@ class Induced(Mechanism):
     points: int = 64
 
     def __post_init__(self) -> None:
-        self._require_count("points")
+        self._require_rows("points")
 
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
         return {"points": torch.randn(sizes.kv_heads, self.points, sizes.head_dim)}  # of the size of keys

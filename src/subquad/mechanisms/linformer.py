@@ -63,7 +63,8 @@ class Linformer(Mechanism):
     share: Share = "head"
 
     def __post_init__(self) -> None:
-        self._require_count("rank", "max_length")
+        self._require_rows("rank")
+        self._require_rows("rank", "max_length", most=2**31)
         self._require_choice("share", get_args(Share))
 
     def for_length(self, length: int) -> Linformer:

@@ -61,9 +61,10 @@ class Nystrom(Mechanism):
     conv: int | None = None
 
     def __post_init__(self) -> None:
-        self._require_count("landmarks", "iterations")
+        self._require_count("landmarks")
+        self._require_count("iterations", most=1000)
         if self.conv is not None:
-            self._require_count("conv")
+            self._require_rows("conv")
             if self.conv % 2 == 0:
                 self._refuse("conv", "must be odd, so that a kernel has a middle")
 

@@ -78,7 +78,7 @@ class Performer(Kernelized):
 
     def __post_init__(self) -> None:
         self._require_choice("kind", KINDS)
-        self._require_count("features")
+        self._require_rows("features")
         self._require_flag("orthogonal", "regularized")
         self._require_seed()
         if self.p is not None:
@@ -138,7 +138,8 @@ def native_map(w: Tensor, kind: Kind, scale: float, p: float | None) -> NativeMa
 
 def shrinkage(p: Any) -> Any:
     """A as a function of p, a number or a tensor."""
-    return (1 - 2 * p - ((2 * p + 1) ** 2 + 8 * p) ** 0.5) / 16
+    root = (2 * p + 1) * (1 + 8 * p / (2 * p + 1) / (2 * p + 1)) ** 0.5  # of (2p + 1)^2 + 8p, which may overflow
+    return (1 - 2 * p - root) / 16
 
 
 def features(x: Tensor, w: Tensor, kind: Kind, scale: float = 1.0, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -67,7 +67,8 @@ class Reformer(Bucketed):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._require_count("buckets", "chunk", "rounds")
+        self._require_count("chunk")
+        self._require_rows("buckets", "rounds")
         if self.buckets % 2:
             self._refuse("buckets", "must be even, since every direction has an opposite")
         self._require_flag("shared_qk")

@@ -72,7 +72,7 @@ class RFA(Kernelized):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._require_count("features")
+        self._require_rows("features")
         self._require_flag("gated")
         self._require_positive("floor")
         self._require_seed()

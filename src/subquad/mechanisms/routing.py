@@ -64,7 +64,8 @@ class Routing(Bucketed):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._require_count("clusters", "chunk")
+        self._require_count("chunk")
+        self._require_rows("clusters")
         self._require_positive("decay")
         if self.decay >= 1:
             self._refuse("decay", "must be below 1, or the centroids would never move")

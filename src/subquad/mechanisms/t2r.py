@@ -43,7 +43,7 @@ class T2R(LearnedKernelized):
     features: int = T2R_FEATURES
 
     def __post_init__(self) -> None:
-        self._require_count("features")
+        self._require_rows("features")
 
     @property
     def learned_map(self) -> LearnedMap:

@@ -94,7 +94,7 @@ def bigbird(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, *, weight
 def _visible(n: int, blocks: int, key: int, mechanism: Any, first: int, last: int, is_causal: bool) -> set[int]:
     """The blocks that block n sees, among `blocks`."""
     side = mechanism.window // 2
-    window = {m for m in range(n - side, n + side + 1) if 0 <= m < blocks}
+    window = set(range(max(n - side, 0), min(n + side + 1, blocks)))
     tokens = {m for m in range(blocks) if m < first or m >= blocks - last}
     if n in tokens:
         return set(range(blocks))

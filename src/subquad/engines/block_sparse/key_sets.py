@@ -162,9 +162,9 @@ class BlockEnds(KeySet):
     is_causal: bool
 
     def tile_groups(self, x: Tokens) -> list[TileGroup]:
-        index = _end_positions(x.length, self.size, self.count, x.key.device)
-        if not index.numel():
+        if self.size >= x.length:  # a single block, the query's own
             return []
+        index = _end_positions(x.length, self.size, self.count, x.key.device)
         key, value = (t.index_select(2, index) for t in (x.key, x.value))
         bias = None if x.bias is None else x.bias.index_select(1, index)
         return [x.tile_group_with(key, value, _cached(_end_tiles, x, self, x.length), bias)]
@@ -254,7 +254,8 @@ def _rows_per_block(width: int) -> int:
 
 def _block_tiles(blocks: Blocks, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
     size = min(blocks.size, length)
-    before, after = (0, 0) if size == length else (blocks.before * size, blocks.after * size)
+    others = -(-length // size) - 1  # as many blocks are there besides the query's own
+    before, after = min(blocks.before, others) * size, min(blocks.after, others) * size
     mask = None
     if blocks.is_causal or blocks.ends is not None:
         i = torch.arange(size, device=device)[:, None] + before
