@@ -67,10 +67,10 @@ class Longformer(SparseMechanism):
         self._require_flag("global_projections")
         if not isinstance(self.dilation, tuple):
             self._require_count("dilation")
-        elif not self.dilation or any(
-            isinstance(d, bool) or not isinstance(d, int) or not 1 <= d < 2**31 for d in self.dilation
-        ):
-            self._refuse("dilation", "must be an integer from 1 to 2**31 - 1, or a tuple of them, one per head")
+        elif not self.dilation or any(isinstance(d, bool) or not isinstance(d, int) or d < 1 for d in self.dilation):
+            self._refuse("dilation", "must be an integer of at least 1, or a tuple of them, one per head")
+        elif max(self.dilation) >= 2**31:
+            self._refuse("dilation", "must be an integer below 2**31 for each head")
 
     @property
     def refuses(self) -> Mapping[str, str]:
