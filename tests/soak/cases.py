@@ -13,6 +13,7 @@ import resource
 import threading
 import traceback
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,18 +28,20 @@ from tests.soak.judging import RandomRounding, Results, judge
 from tests.soak.shrinking import shrunk
 
 COUNT = 100_000
-SECONDS = 120
+SECONDS = 60
 THREADS = 4
 FUSED_UNITS = 20.0  # the exponential of PyTorch's fused attention in float32 is right to 20 units in the last place (`exp_u20`)
 MEMORY = 12 * 2**30  # of a worker: a call that asks for more fails here, and does not take the machine down
-UNLIMITED = "SOAK_UNLIMITED_MEMORY"  # set for sanitizers, which reserve terabytes of addresses
-
-if not os.environ.get(UNLIMITED):
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.RLIM_INFINITY))
 
 
 def run_case(seed, index, folder):
+    limit_memory()
     return run(draw(seed, index))
+
+
+@cache
+def limit_memory():
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.RLIM_INFINITY))
 
 
 def explain(seed, index):
@@ -46,6 +49,7 @@ def explain(seed, index):
 
 
 def shrink(seed, index, folder):
+    limit_memory()
     spec, result = shrunk(draw(seed, index), run)
     return source.script(spec, result.get("labels", {}).get("check", "forward"))
 

@@ -114,7 +114,7 @@ def judge(
     """
     truth = evaluate(torch.float64)
     plain = truth if precision == torch.float64 else evaluate(precision)
-    tiny = torch.finfo(precision).smallest_normal  # numbers below may be flushed to zero
+    tiny = 1000 * torch.finfo(precision).smallest_normal  # weights below the smallest may be flushed to zero
     judgement, suspects = Judgement(), {}
     for name, ours in found.items():
         right, usual = as_rows(truth[name]), as_rows(plain[name])

@@ -72,7 +72,9 @@ def show_finding(finding: dict[str, Any], console: Console) -> None:
     console.rule(f"{finding_class(finding)}" + (f", case {finding['index']}" if "index" in finding else ""))
     for name in ("command", "error", "not_shrunk", "reproduction"):
         if finding.get(name):
-            console.print(f"{name}: " if name == "command" else "", finding[name], sep="", markup=False, highlight=False)
+            console.print(
+                f"{name}: " if name == "command" else "", finding[name], sep="", markup=False, highlight=False, soft_wrap=True
+            )
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, list[int]]]:

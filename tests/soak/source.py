@@ -20,8 +20,10 @@ def inputs(spec: Spec) -> str:
         "torch.manual_seed(0)",
         f"g = torch.Generator().manual_seed({spec.tensor_seed})",
         "",
+        "",
         "def randn(*shape):",
         "    return torch.randn(*shape, generator=g, dtype=torch.float64)",
+        "",
         "",
     ]
     shapes = {
@@ -32,13 +34,12 @@ def inputs(spec: Spec) -> str:
     _spoil(spec, shapes)
     for name, shape in shapes.items():
         lines.append(f"{name} = randn({', '.join(map(str, shape))})")
-        for token, factor in spec.spikes.get(name, []):
-            if token < shape[2]:
-                lines.append(f"{name}[:, :, {token}] *= {factor}")
         if name in spec.magnitudes:
-            lines.append(f"{name} = {name} * {spec.magnitudes[name]}")
+            lines.append(f"{name} *= {spec.magnitudes[name]}")
+        lines += [f"{name}[:, :, {t}] *= {factor}" for t, factor in spec.spikes.get(name, []) if t < shape[2]]
         limit = ".clamp(-3e4, 3e4)" if spec.dtype == "float16" else ""
-        lines.append(f"{name} = {name}{limit}.to(torch.{_dtype(spec, name)})")
+        if _dtype(spec, name) != "float64":
+            lines.append(f"{name} = {name}{limit}.to(torch.{_dtype(spec, name)})")
     if spec.has_nan_query:
         lines.append("q[0, 0, -1, 0] = torch.nan")
     lines += _padding(spec)
@@ -46,7 +47,7 @@ def inputs(spec: Spec) -> str:
         lines += _strided(name, shape, *spec.strides.get(name, ("contiguous", 0)))
     if mechanism.shares_query_and_key and shapes["q"] == shapes["k"]:
         lines.append("q = k")
-    lines += _module(spec)
+    lines += _module(spec, mechanism)
     lines += _options(spec, mechanism)
     return "\n".join(lines) + "\n"
 
@@ -97,19 +98,17 @@ def _strided(name: str, shape: list[int], kind: str, dim: int) -> list[str]:
     return []
 
 
-def _module(spec: Spec) -> list[str]:
+def _module(spec: Spec, mechanism: Any) -> list[str]:
     options = ", ".join(f"{name}={value!r}" for name, value in spec.options.items())
     cls = type(resolve(spec.mechanism))
     sizes = f"heads={spec.heads}, kv_heads={spec.kv_heads}, head_dim={spec.dim}, value_dim={spec.value_dim}, dim={WIDTH}"
     where = "sq" if cls.__module__.startswith("subquad.") else cls.__module__
-    return [
-        *([f"import {where}"] if where != "sq" else []),
-        f"mechanism = {where}.{cls.__name__}({options})",
-        f"module = mechanism.build({sizes}).eval()",
-        "for parameter in module.parameters():  # away from the initial values, which may hide a fault",
-        "    parameter.data += randn(*parameter.shape).to(parameter.dtype) / 4",
-        *([f"module.to(torch.{spec.weights})"] if spec.weights in ("float16", "bfloat16") else []),
-    ]
+    lines = [] if where == "sq" else [f"import {where}"]
+    lines += [f"mechanism = {where}.{cls.__name__}({options})", f"module = mechanism.build({sizes}).eval()"]
+    if mechanism.info.parameters:
+        lines.append("for parameter in module.parameters():  # away from the initial values, which may hide a fault")
+        lines.append("    parameter.data += randn(*parameter.shape).to(parameter.dtype) / 4")
+    return [*lines, *([f"module.to(torch.{spec.weights})"] if spec.weights in ("float16", "bfloat16") else [])]
 
 
 def _options(spec: Spec, mechanism: Any) -> list[str]:
@@ -155,26 +154,31 @@ def is_wrong(spec: Spec) -> bool:
 
 def script(spec: Spec, check: str) -> str:
     """The whole reproduction: the call as in `inputs`, and how its result differs."""
-    grads = [name for name in spec.grad if name != "weights"]
-    lines = ["import torch", "", "import subquad as sq", "from subquad import reference", "", inputs(spec)]
+    is_about_gradients = check == "gradients"
+    grads = [name for name in spec.grad if name in ("q", "k", "v")]
+    text = (
+        inputs(spec) if is_about_gradients else "".join(x for x in inputs(spec).splitlines(True) if not x.startswith("target"))
+    )
+    lines = ["import torch", "", "import subquad as sq", "from subquad import reference", "", text]
     if not spec.is_native:
-        lines.insert(0, "import os\nos.environ['SUBQUAD_NATIVE'] = '0'")
+        lines.insert(0, "import os\n\nos.environ['SUBQUAD_NATIVE'] = '0'  # the PyTorch fallbacks")
     if spec.threads > 1:
         lines.append(f"torch.set_num_threads({spec.threads})")
-    if check == "gradients" and grads:
-        lines += [f"{name}.requires_grad_()" for name in grads if name != "hidden" or "hidden = None" not in lines[-2]]
+    if is_about_gradients:
+        lines += [f"{name}.requires_grad_()" for name in grads]
     lines += _call(spec)
+    if spec.attn_mask == "float":
+        lines.append("options['attn_mask'] = options['attn_mask'].double()")
+    if spec.dropout_p:
+        lines.append("del options['dropout_p']")
+    hidden = ", hidden=hidden.double()" if made(spec.mechanism, spec.options).reads_tokens else ""
     lines += [
-        "double = {n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in options.items()}",
         "weights = dict(module.named_parameters()) | dict(module.named_buffers())",
-        "double.pop('dropout_p', None)",
-        "tensors = [x.double() for x in (q, k, v)]",
-        "hidden = None if hidden is None else hidden.double()",
-        "expected = reference.attention(mechanism, *tensors, weights=weights, hidden=hidden, **double)",
+        f"expected = reference.attention(mechanism, q.double(), k.double(), v.double(), weights=weights{hidden}, **options)",
         "print(float((out.double() - expected).abs().max()), 'of', float(expected.abs().max()))",
     ]
-    if check == "gradients" and grads:
-        wrt = ", ".join(grads)
+    if is_about_gradients:
+        wrt = ", ".join([*grads, *(["*module.parameters()"] if "weights" in spec.grad else [])])
         lines += [
             f"found = torch.autograd.grad(out, [{wrt}], target, allow_unused=True)",
             f"right = torch.autograd.grad(expected, [{wrt}], target.double(), allow_unused=True)",

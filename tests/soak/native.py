@@ -1,0 +1,128 @@
+"""Parts *address*, *undefined* and *thread*: the calls of part *cases*, with compiled kernels that a sanitizer watches.
+
+The kernels are compiled from csrc with the flags of the build, a sanitizer, and debugging symbols. The sanitizer ends the process at its
+first report, so a report is a crash of the case, and its text is what the worker logged. Reports come from the kernels alone: only they
+are instrumented. Nothing is suppressed; ThreadSanitizer leaves out what PyTorch does (`ignore_noninstrumented_modules`), and the
+kernels run on the threads of openmp.cpp, which it understands.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from subquad.ops import native_call, native_library
+from tests.soak import cases, source
+from tests.soak.drawing import draw
+from tests.soak.shrinking import attempt, shrunk
+
+COUNT = 5000
+SECONDS = 300
+FOLDER, SANITIZER = "SOAK_KERNELS", "SOAK_SANITIZER"
+HERE = Path(__file__).parent
+OPTIONS = {
+    "address": {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:detect_odr_violation=0"},
+    "undefined": {"UBSAN_OPTIONS": "print_stacktrace=1"},
+    "thread": {"TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1:die_after_fork=0"},
+}
+RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+
+if folder := os.environ.get(FOLDER):
+    native_library._FOLDER = Path(folder)
+    if native_library.load() is None:
+        raise RuntimeError(f"the kernels in {folder} cannot be loaded")
+    if os.environ[SANITIZER] == "thread":
+        native_call._ONE_THREAD_WORK = 0  # short loops run on several threads, too
+
+
+def environment(part, out):
+    """The kernels, compiled if they have not been, and what a worker needs to run them under the sanitizer `part`."""
+    runtime = subprocess.run([compiler(), f"-print-file-name={RUNTIMES[part]}"], capture_output=True, text=True, check=True)
+    library = runtime.stdout.strip()
+    if not Path(library).is_absolute():
+        raise RuntimeError(f"{compiler()} has no {RUNTIMES[part]}: install the sanitizers of the compiler.")
+    return {
+        FOLDER: str(build(part, out)),
+        SANITIZER: part,
+        "LD_PRELOAD": library,
+        **OPTIONS[part],
+    }
+
+
+def compiler():
+    found = os.environ.get("CXX") or shutil.which("g++")
+    if not found:
+        raise RuntimeError("the sanitizers need g++; install it, or choose other parts.")
+    return found
+
+
+def build(part, out):
+    """The folder with the library for this processor."""
+    from hatch_build import ALWAYS, KINDS, SOURCES
+
+    fingerprint = native_library._fingerprint(SOURCES)
+    kind = torch.backends.cpu.get_cpu_capability().lower()
+    target = out / f"kernels-{part}-{fingerprint[:12]}" / f"kernels.{kind}.so"
+    if target.exists():
+        return target.parent
+    objects = target.parent / "objects"
+    objects.mkdir(parents=True, exist_ok=True)
+    sanitize = [f"-fsanitize={part}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1"]
+    flags = next(kinds[kind] for kinds in KINDS.values() if kind in kinds)
+    flags = [
+        *(flag for flag in ALWAYS if flag not in ("-O3", "-shared")),
+        *flags,
+        *sanitize,
+        f'-DSOURCES="{fingerprint}"',
+        f"-I{SOURCES}",
+    ]
+    sources = sorted(SOURCES.rglob("*.cpp")) + ([HERE / "openmp.cpp"] if part == "thread" else [])
+
+    def compiled(path):
+        made = objects / f"{path.parent.name}-{path.stem}.o"
+        run([compiler(), *flags, "-c", str(path), "-o", str(made)])
+        return str(made)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = list(pool.map(compiled, sources))
+    unfinished = target.with_suffix(".part")
+    openmp = [] if part == "thread" else ["-fopenmp"]
+    run([compiler(), "-shared", f"-fsanitize={part}", *openmp, *made, "-o", str(unfinished)])
+    shutil.rmtree(objects)
+    os.replace(unfinished, target)
+    return target.parent
+
+
+def run(command):
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def drawn(seed, index):
+    """The call of part *cases*, on the compiled kernels; for races, on several threads."""
+    spec = replace(draw(seed, index), compiler=None, is_native=True)
+    return replace(spec, threads=3) if os.environ.get(SANITIZER) == "thread" and spec.together is None else spec
+
+
+def run_case(seed, index, folder):
+    return cases.run(drawn(seed, index))
+
+
+def explain(seed, index):
+    return source.script(drawn(seed, index), "forward")
+
+
+def shrink(seed, index, folder):
+    """Of reports alone; part *cases* has the same wrong answers, and shrinks them faster."""
+    spec = drawn(seed, index)
+    result = attempt(spec, cases.run)
+    if result["verdict"] == "crash":
+        spec, result = shrunk(spec, cases.run)
+    return source.script(spec, result.get("labels", {}).get("check", "forward"))
