@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
@@ -44,6 +45,7 @@ def attempt(spec: Spec, run: Callable[[Spec], dict[str, Any]]) -> dict[str, Any]
     if not child:
         try:
             os.close(reader)
+            faulthandler.disable()  # a crash is expected here
             with os.fdopen(writer, "wb") as pipe:
                 pipe.write(json.dumps(run(spec)).encode())
         finally:

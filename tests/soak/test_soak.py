@@ -1,16 +1,28 @@
 """The harness of the soak test: it finds every kind of fault, survives it, and resumes. And a short run of every part."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+import subquad as sq
+from tests.soak import NATIVE, PARTS, broken, cases, choices, drawing, faulty, native, progress, report, source
 from tests.soak import __main__ as command
-from tests.soak import faulty, progress, report
+from tests.soak.drawing import Spec
+from tests.soak.judging import RandomRounding
 from tests.soak.run import Settings, run_one, run_part
+from tests.soak.shrinking import shrunk
 
+ROOT = Path(__file__).parents[2]
+# How many cases of each part to run, and from which seed: at most about a minute each on one core.
+SHORT = {"cases": 250, "kills": 1, "files": 60, "address": 30, "undefined": 30, "thread": 15}
+SEED = 22
 FAULTY = {"part": "cases", "seed": 3, "module": "tests.soak.faulty"}
 
 
@@ -81,3 +93,116 @@ def test_an_unknown_part():
     done = subprocess.run([sys.executable, "-m", "tests.soak", "--part", "nothing"], capture_output=True, text=True)
     assert done.returncode == 1
     assert "--part must be one of cases, kills" in done.stderr
+
+
+@pytest.mark.parametrize("part", SHORT)
+def test_a_short_run_finds_nothing(part, tmp_path, monkeypatch):
+    if part in NATIVE:
+        if not shutil.which("g++"):
+            pytest.skip("the sanitizers need g++")
+        build = native.build  # kept for the next time
+        monkeypatch.setattr(native, "build", lambda part, out: build(part, ROOT / "soak-results"))
+    found = run_part(Settings(part, SEED, tmp_path, SHORT[part]))
+    assert not found.findings, json.dumps(found.findings, indent=1).replace("\\n", "\n")
+    assert found.done == SHORT[part]
+    assert found.verdicts["answered"] >= SHORT[part] / 2
+
+
+def test_every_part_has_a_short_run():
+    assert set(SHORT) == set(PARTS)
+
+
+def test_the_page_shows_the_results_beside_it():
+    page = ROOT / "docs" / "reliability.md"
+    beside = page.with_suffix(".json")
+    results = json.loads(beside.read_text()) if beside.exists() else {"parts": {}}
+    assert report.rendered(page.read_text(), results) == page.read_text()
+    assert all(f"<!-- soak:{part} -->" in page.read_text() for part in ("summary", *PARTS))
+
+
+def test_a_case_is_a_function_of_seed_and_index():
+    assert drawing.draw(1, 5) == drawing.draw(1, 5)
+    assert len({repr(drawing.draw(seed, index)) for seed in range(3) for index in range(20)}) == 60
+
+
+@pytest.fixture
+def broken_mechanisms(monkeypatch):
+    from subquad import registry
+
+    monkeypatch.setattr(registry, "_DEFAULTS", dict(registry._DEFAULTS))
+    for mechanism in broken.MECHANISMS:
+        registry.register(mechanism)
+
+
+USUAL = Spec("", batch=2, heads=2, kv_heads=2, queries=9, keys=9, value_dim=3)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "spec", "verdict", "check"),
+    [
+        ("right_mean", USUAL, "answered", None),
+        ("right_mean", replace(USUAL, grad=("q", "v")), "answered", None),
+        ("right_mean", replace(USUAL, is_causal=True), "refused", None),
+        ("right_mean", replace(USUAL, dtype="bfloat16", weights="float32"), "answered", None),
+        ("wrong_mean", USUAL, "wrong", "forward"),
+        ("wrong_gradient", replace(USUAL, grad=("v",)), "wrong", "gradients"),
+        ("wrong_gradient", USUAL, "answered", None),
+        ("rounded_mean", replace(USUAL, dtype="float32", weights="float32"), "wrong", "forward"),
+        ("hidden_nan", replace(USUAL, has_nan_query=True), "wrong", "NaN"),
+        ("needless_refusal", USUAL, "wrong", "refusal"),
+        ("broken_promise", replace(USUAL, is_causal=True), "wrong", "accepted"),
+        ("foreign_error", USUAL, "foreign error", "ZeroDivisionError"),
+        ("unsteady_mean", replace(USUAL, together="threads"), "wrong", "threads"),
+        ("unsteady_mean", replace(USUAL, together="fork"), "wrong", "fork"),
+    ],
+)
+def test_a_broken_mechanism_is_found(mechanism, spec, verdict, check, broken_mechanisms):
+    result = cases.run(replace(spec, mechanism=mechanism))
+    assert result["verdict"] == verdict, result.get("error")
+    assert result["labels"].get("check") == check
+
+
+def test_a_finding_becomes_small_and_its_script_shows_it(broken_mechanisms, tmp_path):
+    spec = replace(
+        USUAL,
+        mechanism="wrong_mean",
+        dtype="float32",
+        weights="float32",
+        padding="left",
+        strides={"k": ("sliced", 2)},
+        grad=("k",),
+    )
+    small, result = shrunk(spec, cases.run)
+    assert (small.batch, small.heads, small.dim, small.value_dim, small.padding, small.strides) == (1, 1, 1, 1, None, {})
+    assert result["labels"]["check"] == "forward"
+    done = subprocess.run([sys.executable, "-c", source.script(small, "forward")], capture_output=True, text=True, cwd=ROOT)
+    found, _, largest = done.stdout.split()
+    assert float(found) > 0.1 * float(largest), done.stderr
+
+
+def test_a_crash_becomes_small(broken_mechanisms):
+    small, result = shrunk(replace(USUAL, mechanism="crash"), cases.run)
+    assert result["verdict"] == "crash"
+    assert small.queries == 0
+
+
+def test_a_choice_within_rounding_is_a_hash_flip_and_another_is_not():
+    """Two centroids at the same distance but for rounding: a token may go to either."""
+    mechanism = sq.Routing(clusters=2)
+    q = torch.tensor([[[[1.0, 0.0], [1.0, 1.0]]]], dtype=torch.float64)
+    for margin, expected in ((1e-9, True), (1e-3, False)):
+        centroids = torch.tensor([[[1.0, 0.0], [1.0 - margin, margin / 3]]], dtype=torch.float64)
+        q[..., 1, :] = torch.tensor([1.0, 0.5])
+        close = choices.undecided(mechanism, q, q, None, {"centroids": centroids}, 1e-7)
+        assert close.tolist() == [[expected]]
+
+
+def test_random_rounding_is_of_the_size_of_rounding():
+    x = torch.randn(1000, dtype=torch.float64)
+    errors = [((x * 3).sub(run_rounded(x, seed)).abs() / (x * 3).abs()).max() for seed in range(4)]
+    assert all(0.9 < error / torch.finfo(torch.float64).eps < 1.6 for error in errors)
+
+
+def run_rounded(x, seed):
+    with RandomRounding(seed):
+        return x * 3
