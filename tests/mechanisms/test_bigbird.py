@@ -260,3 +260,13 @@ def test_options():
     x = inputs(5)
     with pytest.raises(sq.UnsupportedError, match="has learned global tokens"):
         sq.attention(x.query, x.key, x.value, sq.BigBird(mode="etc"))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_wider_than_any_sequence_shows_all_keys(is_causal):
+    x = inputs(30)
+    found, expected = (
+        sq.attention(x.query, x.key, x.value, method, is_causal=is_causal)
+        for method in (sq.BigBird(block=4, window=2**31 - 1), "softmax")
+    )
+    assert_close(found, expected)

@@ -21,7 +21,7 @@ than `SECONDS`, is a "crash". A part may also define
     SECONDS = 120                   the longest time a case may take
     environment(part, out) -> dict  environment variables for its workers; runs once, before they start
     shrink(seed, index, folder) -> str   the reproduction of a finding, made as small as possible; runs in a process of its own
-    explain(seed, index) -> str     the same as it was drawn: what is shown for a case that ended its process
+    explain(seed, index) -> dict    labels and reproduction of a case that ended its process and so could not return them
 
 Workers have one OpenMP thread. To add a part, add it to `PARTS`.
 """

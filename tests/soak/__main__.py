@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from subquad.runs.lock import exclusive
 from tests.soak import FINDINGS, NATIVE, PARTS, report
 from tests.soak.run import Settings, run_one, run_part
 
@@ -25,6 +26,11 @@ def main(arguments=None):
     parts = chosen_parts(options.part)
     if options.only is not None:
         return show_one(options, parts, console)
+    with exclusive(options.out, "soak"):
+        return run(options, parts, console, start)
+
+
+def run(options, parts, console, start):
     for number, part in enumerate(parts):
         deadline = float("inf")
         if options.minutes is not None:  # each part gets an equal share of what is left

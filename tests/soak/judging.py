@@ -38,7 +38,7 @@ class RandomRounding(TorchDispatchMode):
     their errors add up; with odd seeds one of its place, since another program may compute equal numbers in different ways.
     """
 
-    def __init__(self, seed: int, units: float = 1.0) -> None:
+    def __init__(self, seed: int, units: float) -> None:
         super().__init__()
         self.seed, self.units, self.operations = seed, units, 0
 

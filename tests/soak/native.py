@@ -116,7 +116,7 @@ def run_case(seed, index, folder):
 
 
 def explain(seed, index):
-    return source.script(drawn(seed, index), "forward")
+    return cases.explained(drawn(seed, index))
 
 
 def shrink(seed, index, folder):

@@ -165,8 +165,9 @@ class _Run:
         if is_alone:
             slot.end()
         if isinstance(answer, str):
-            drawn = self.module.explain(self.settings.seed, index) if hasattr(self.module, "explain") else ""
-            answer = {"verdict": "crash", "labels": {"check": "process"}, "error": answer, "reproduction": drawn}
+            drawn = self.module.explain(self.settings.seed, index) if hasattr(self.module, "explain") else {}
+            labels = {**drawn.get("labels", {}), "check": "process"}
+            answer = {"verdict": "crash", "error": answer, "reproduction": drawn.get("reproduction", ""), "labels": labels}
         if answer["verdict"] not in FINDINGS:
             return answer
         answer["command"] = f"python -m tests.soak --part {self.settings.part} --seed {self.settings.seed} --only {index}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.soak.drawing import Spec
 
-ATTEMPT_SECONDS, ALL_SECONDS = 30.0, 120.0
+ATTEMPT_SECONDS, ALL_SECONDS = 20.0, 60.0
 _USUAL = {f.name: f for f in fields(Spec)}
 
 

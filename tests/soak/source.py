@@ -171,10 +171,11 @@ def script(spec: Spec, check: str) -> str:
         lines.append("options['attn_mask'] = options['attn_mask'].double()")
     if spec.dropout_p:
         lines.append("del options['dropout_p']")
+    query = "q.masked_fill(~real[:, None, :, None], 0)" if spec.padding and spec.fills_queries and spec.fill != "0" else "q"
     hidden = ", hidden=hidden.double()" if made(spec.mechanism, spec.options).reads_tokens else ""
     lines += [
         "weights = dict(module.named_parameters()) | dict(module.named_buffers())",
-        f"expected = reference.attention(mechanism, q.double(), k.double(), v.double(), weights=weights{hidden}, **options)",
+        f"expected = reference.attention(mechanism, {query}.double(), k.double(), v.double(), weights=weights{hidden}, **options)",
         "print(float((out.double() - expected).abs().max()), 'of', float(expected.abs().max()))",
     ]
     if is_about_gradients:

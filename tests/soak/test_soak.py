@@ -41,6 +41,7 @@ def test_every_kind_of_end_is_found_and_survived_and_a_run_resumes(tmp_path):
     assert by_index[2]["reproduction"] == "small 2"
     assert "RuntimeError: an error of another library" in by_index[3]["error"]
     assert "code -11" in by_index[4]["error"]
+    assert by_index[4]["labels"] == {"mechanism": "linear", "check": "process"}
     assert by_index[5]["error"] == "no end within 5 s"
     assert all(f["command"].endswith(f"--part cases --seed 3 --only {i}") for i, f in by_index.items())
     assert found.counts["stride"]["lazy"] == {"answered": 3, "refused": 1, "wrong": 1}
@@ -204,5 +205,5 @@ def test_random_rounding_is_of_the_size_of_rounding():
 
 
 def run_rounded(x, seed):
-    with RandomRounding(seed):
+    with RandomRounding(seed, units=1):
         return x * 3
