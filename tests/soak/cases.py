@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import subquad as sq
 from subquad import reference
-from subquad.ops import dispatch
+from subquad.ops import dispatch, native_library
 from tests.soak import choices, source
 from tests.soak.drawing import Spec, draw
 from tests.soak.judging import RandomRounding, Results, judge
@@ -93,7 +93,7 @@ def labels_of(spec: Spec) -> dict[str, Any]:
         "tokens": states,
         "gradients": "yes" if spec.grad else "no",
         "together": spec.together or (f"{spec.threads} OpenMP threads" if spec.threads > 1 else "alone"),
-        "kernels": "compiled" if spec.is_native else "PyTorch",
+        "kernels": "compiled" if spec.is_native and native_library.load() is not None else "PyTorch",
     }
 
 

@@ -60,4 +60,5 @@ def _per_head(weight: Tensor, heads: int, like: Tensor) -> Tensor:
 
 
 def _away_from_zero(x: Tensor, floor: float) -> Tensor:
+    floor = min(floor, torch.finfo(x.dtype).max)
     return torch.where(x.abs() < floor, torch.full_like(x, floor).copysign(x), x)
