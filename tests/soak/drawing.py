@@ -152,8 +152,8 @@ def draw(seed: int, index: int, among: list[str] | None = None) -> Spec:
     sizes = {"batch": batch, "heads": kv_heads * groups, "kv_heads": kv_heads, "dim": dim, "value_dim": value_dim}
     sizes |= affordable(mechanism, sizes, length, keys, is_causal)
     spec: dict[str, Any] = {**sizes, "is_causal": is_causal, "dtype": dtype, "together": together, "threads": threads}
-    spec["weights"] = dtype if dtype == "float64" or rng.random() < 0.2 else "float32"
     spec["entry"] = "function" if supports("functional", 0.4) else "module"
+    spec["weights"] = dtype if dtype == "float64" or (spec["entry"] == "module" and rng.random() < 0.3) else "float32"
     spec |= draw_masks(rng, supports, sizes, mechanism)
     if supports("scale", 0.15):
         spec["scale"] = rng.choice((0.0, -0.5, 1e-3, 0.3, 1.0, 5.0, 1e3))
