@@ -21,7 +21,7 @@ from tests.soak.shrinking import shrunk
 
 ROOT = Path(__file__).parents[2]
 # How many cases of each part to run, and from which seed: at most about a minute each on one core.
-SHORT = {"cases": 250, "kills": 1, "files": 60, "address": 30, "undefined": 30, "thread": 15}
+SHORT = {"cases": 200, "kills": 1, "files": 60, "address": 30, "undefined": 30, "thread": 15}
 SEED = 22
 FAULTY = {"part": "cases", "seed": 3, "module": "tests.soak.faulty"}
 
