@@ -33,7 +33,7 @@ from tests.soak.interruptions import (
     wait_for_workers,
 )
 
-COUNT = 250  # about 1,100 interruptions
+COUNT = 560  # about 1,050 interruptions
 SECONDS = 1200
 SHARES = {"SIGKILL": 60, "SIGTERM": 12, "SIGINT": 12, FULL: 8, READ_ONLY: 8}
 INTERRUPTIONS = 8  # of one run, at most
