@@ -61,3 +61,18 @@ def test_no_method_of_that_rank_is_nearer():
     assert (torch.linalg.matrix_rank(best, rtol=1e-12) == 16).all()
     nystrom = sq.attention(q, k, eye, sq.Nystrom(landmarks=16))
     assert ((exact - best).norm(dim=(-2, -1)) < (exact - nystrom).norm(dim=(-2, -1))).all()
+
+
+def test_the_rows_of_pads_are_exactly_zero():
+    q, k, v = (torch.randn(2, 3, 30, 5, dtype=torch.float64) for _ in range(3))
+    real = torch.rand(2, 30) < 0.6
+    assert not sq.attention(q, k, v, sq.SVD(rank=3), key_padding_mask=real)[~real[:, None].expand(-1, 3, -1)].any()
+
+
+def test_nan_in_one_sequence_is_an_answer_for_the_others():
+    q, k, v = (torch.randn(2, 1, 30, 5, dtype=torch.float64) for _ in range(3))
+    expected = sq.attention(q, k, v, sq.SVD(rank=3))
+    q[0, 0, 4, 2] = torch.nan
+    found = sq.attention(q, k, v, sq.SVD(rank=3))
+    assert found[0].isnan().all()
+    assert_close(found[1], expected[1])

@@ -20,7 +20,7 @@ import torch
 from subquad.ops import native_call, native_library
 from tests.soak import cases, source
 from tests.soak.drawing import draw
-from tests.soak.shrinking import attempt, shrunk
+from tests.soak.shrinking import attempt
 
 COUNT = 5000
 SECONDS = 300
@@ -122,7 +122,6 @@ def explain(seed, index):
 def shrink(seed, index, folder):
     """Of reports alone; part *cases* has the same wrong answers, and shrinks them faster."""
     spec = drawn(seed, index)
-    result = attempt(spec, cases.run)
-    if result["verdict"] == "crash":
-        spec, result = shrunk(spec, cases.run)
-    return source.script(spec, result.get("labels", {}).get("check", "forward"))
+    if attempt(spec, cases.run)["verdict"] == "crash":
+        return cases.shrunk_script(spec)
+    return source.script(spec, "forward")

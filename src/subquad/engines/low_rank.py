@@ -85,15 +85,17 @@ class _Truncate(torch.autograd.Function):
 
     X = E among the kept and 0 among the dropped. Unlike in the derivatives of U and V, equal values inside either set do no
     harm. The map from dA to U X V^T is its own adjoint, so it is also the backward pass. Where a kept and a dropped value are
-    equal within the accuracy of the decomposition, the truncation has no derivative: those terms are left out.
+    equal within the accuracy of the decomposition, the truncation has no derivative: those terms are left out. A matrix that is
+    not finite has no decomposition: its truncation is NaN.
     """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, rank: int) -> Tensor:
-        u, s, vt = torch.linalg.svd(a)
+        is_finite = a.isfinite().all(-1).all(-1)[..., None, None]
+        u, s, vt = torch.linalg.svd(torch.where(is_finite, a, 0))
         ctx.save_for_backward(a, u, s, vt)
         ctx.rank = rank
-        return (u[..., :rank] * s[..., None, :rank]) @ vt[..., :rank, :]
+        return torch.where(is_finite, (u[..., :rank] * s[..., None, :rank]) @ vt[..., :rank, :], torch.nan)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

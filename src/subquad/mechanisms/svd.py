@@ -63,7 +63,10 @@ class SVD(Mechanism):
             low = truncate_rank(weights, self.rank)
             # A row with at most r real tokens has no more than r singular values: nothing is truncated.
             weights = low if mask is None else torch.where((mask.sum(1) <= self.rank)[:, None, None, None], weights, low)
-        return _grouped(weights, value).to(call.query.dtype), None
+        out = _grouped(weights, value).to(call.query.dtype)
+        return out if mask is None else out.masked_fill(
+            ~mask[:, None, :, None], 0
+        ), None  # singular vectors have rounding in pads
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
