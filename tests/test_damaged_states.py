@@ -1,5 +1,6 @@
 """A state that no call has returned is checked before it is continued: whatever does not fit is a `StateError`."""
 
+import contextlib
 import copy
 import dataclasses
 import pickle
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import subquad as sq
-from tests.harness import Case, every_case, inputs
+from tests.harness import Case, Largest, every_case, inputs
 
 SEEN = 20
 
@@ -107,6 +108,19 @@ def test_other_fields(case):
     for name, values in FIELDS.items():
         for value in values:
             assert refused(case, {**saved, name: value})
+
+
+@every_case(decode=True)
+def test_a_length_that_the_tensors_do_not_show(case):
+    saved = saved_state(case)
+    with Largest() as largest, contextlib.suppress(sq.StateError):
+        go_on(case, sq.State.from_state_dict({**saved, "length": 2**22}))
+    assert largest.numel < 2**19
+
+
+def test_a_length_that_the_rows_of_hybrid_do_not_show():
+    case = Case(sq.Hybrid(window=2**31 - 1))
+    assert refused(case, {**saved_state(case), "length": 2**22})
 
 
 @every_case(decode=True)

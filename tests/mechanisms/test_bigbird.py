@@ -2,7 +2,8 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.families.random_blocks import _mix, draw_blocks, head_keys, reservoir_samples
+from subquad.families import random_blocks
+from subquad.families.random_blocks import _mix, draw_blocks, head_keys, reservoir_samples, reservoir_samples_at
 from tests.harness import DIM, HEADS, VALUE_DIM, Case, assert_close, inputs
 
 HEAVY = 6.0  # standard deviations
@@ -92,6 +93,13 @@ def test_the_reservoir_is_uniform(count, number):
     found = reservoir_samples(head_keys(heads, 2), count, 40)[:, number]
     assert (found.sort(-1).values.diff(dim=-1) > 0).all()
     assert_uniform(torch.bincount(found.flatten(), minlength=number).double(), heads, count / number)
+
+
+def test_a_few_samples_are_those_of_all(monkeypatch):
+    monkeypatch.setattr(random_blocks, "_AT_ONCE", 7)
+    keys, numbers = head_keys(3, 0), torch.tensor([0, 1, 3, 20, 21, 100])
+    assert torch.equal(reservoir_samples_at(keys, 4, numbers), reservoir_samples(keys, 4, 120)[:, numbers])
+    assert reservoir_samples_at(keys, 4, numbers[:0]).shape == (3, 0, 4)
 
 
 def test_what_the_reservoir_lets_go_never_returns():

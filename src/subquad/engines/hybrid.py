@@ -116,7 +116,7 @@ def attend(call: Call, rule: HybridRule) -> tuple[Tensor, StateTensors | None]:
 
 def state_spec(call: Call, rule: HybridRule) -> StateSpec:
     """See `_empty_state`."""
-    kv_heads, kept = call.key.shape[1], Rows(rule.window)
+    kv_heads, kept = call.key.shape[1], Rows(rule.window, least=min(rule.window, call.seen))
     return {
         "S": TensorSpec((kv_heads, rule.feature_map.features, call.value.shape[3] + 1), compute_dtype(call.value)),
         "key": TensorSpec((kv_heads, kept, call.key.shape[3]), call.key.dtype),

@@ -18,12 +18,13 @@ from subquad.state import REPAIR, State, rows
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A number of rows from 0 to `most`, the same in all tensors that have this object in their shape."""
+    """A number of rows from `least` to `most`, the same in all tensors that have this object in their shape."""
 
     most: int
+    least: int = 0
 
     def __str__(self) -> str:
-        return f"at most {self.most} rows"
+        return f"{self.least} to {self.most} rows"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _has_shape(tensor: Tensor, spec: TensorSpec, lengths: dict[Rows, int]) -> bo
         return False
     for size, expected in zip(tensor.shape[1:], spec.shape, strict=True):
         if isinstance(expected, Rows):
-            if size > expected.most or size != lengths.setdefault(expected, size):
+            if not expected.least <= size <= expected.most or size != lengths.setdefault(expected, size):
                 return False
         elif size != expected:
             return False

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_AT_ONCE = 2**14  # numbers of a sample to go through at a time
+
 
 def head_keys(heads: int, seed: int) -> Tensor:
     """The hash key of each head: (heads,)."""
@@ -53,11 +55,26 @@ def reservoir_samples(keys: Tensor, count: int, total: int) -> Tensor:
 
     Number c replaces a random one with probability count / (c + 1) (Vitter, 1985).
     """
-    number = torch.arange(total, device=keys.device)
-    slot = torch.where(number < count, number, _random(keys[:, None], number) % (number + 1))  # (keys, total)
-    taken = torch.where(slot[..., None] == torch.arange(count, device=keys.device), number[:, None], -1)
-    none = torch.full_like(taken[:, :1], -1) if total else torch.full((len(keys), 1, count), -1, device=keys.device)
-    return torch.cat([none, taken], dim=1).cummax(1).values
+    none = torch.full((len(keys), 1, count), -1, device=keys.device)
+    return torch.cat([none, _taken(keys, count, 0, total)], dim=1).cummax(1).values
+
+
+def reservoir_samples_at(keys: Tensor, count: int, totals: Tensor) -> Tensor:
+    """Those of `reservoir_samples` at a few n, in ascending order: (keys, totals, count). Needs little memory for large n."""
+    found = totals.new_empty(len(keys), len(totals), count)
+    sample, start = totals.new_full((len(keys), count), -1), 0
+    for place, total in enumerate(totals.tolist()):
+        for first in range(start, total, _AT_ONCE):
+            sample = sample.maximum(_taken(keys, count, first, min(first + _AT_ONCE, total)).amax(1))
+        found[:, place], start = sample, total
+    return found
+
+
+def _taken(keys: Tensor, count: int, first: int, last: int) -> Tensor:
+    """(keys, last - first, count): each number where it takes the place of another in a sample, -1 elsewhere."""
+    number = torch.arange(first, last, device=keys.device)
+    slot = torch.where(number < count, number, _random(keys[:, None], number) % (number + 1))
+    return torch.where(slot[..., None] == torch.arange(count, device=keys.device), number[:, None], -1)
 
 
 def _random(key: Tensor, counter: Tensor) -> Tensor:

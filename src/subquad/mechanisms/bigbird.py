@@ -27,8 +27,9 @@ from torch import Tensor
 from subquad.engines.block_sparse import GlobalTokens, Layout
 from subquad.engines.block_sparse.key_sets import Blocks, KeySet, SelectedBlocks
 from subquad.engines.call import Call
+from subquad.engines.state_spec import is_readable
 from subquad.families.base import Info, Sizes
-from subquad.families.random_blocks import draw_blocks, head_keys, reservoir_samples
+from subquad.families.random_blocks import draw_blocks, head_keys, reservoir_samples, reservoir_samples_at
 from subquad.families.sparse import SparseMechanism, real_lengths, refuses
 
 Mode = Literal["itc", "etc"]
@@ -146,10 +147,16 @@ class BigBird(SparseMechanism):
         block = torch.arange(-(-call.key.shape[2] // self.block), device=keys.device)
         heads = torch.arange(call.query.shape[1], device=keys.device)[:, None]
         if call.is_causal:
-            samples = reservoir_samples(keys, min(self.random, total), total)  # (H, total + 1, r)
+            count, is_decoding = min(self.random, total), call.state is not None and is_readable(keys)
+            samples = None if is_decoding else reservoir_samples(keys, count, total)  # (H, total + 1, r)
 
             def select(block: Tensor, heads: Tensor) -> Tensor:
-                sample = samples[heads, (block - side - first).clamp(0, total)]
+                number = (block - side - first).clamp(0, total)  # of blocks to draw from
+                if samples is None:
+                    numbers, place = number.unique(return_inverse=True)
+                    sample = reservoir_samples_at(keys, count, numbers)[heads, place]
+                else:
+                    sample = samples[heads, number]
                 return torch.where(sample < 0, -1, sample + first)
 
             return SelectedBlocks(self.block, self.random, side, select(block, heads)[None], select)

@@ -75,7 +75,9 @@ def as_rows(x: Tensor) -> Tensor:
 
     Gradients may be lazy views, whose memory has the opposite signs.
     """
-    x = upcast(x.detach()).resolve_neg()
+    x = upcast(x.detach())
+    if x.is_neg():
+        x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
