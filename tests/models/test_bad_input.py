@@ -69,6 +69,7 @@ from tests.models.small import causal_lm, config, tokens, translator
         ({"eos_token_id": [2, "x"]}, r"eos_token_id must be a token id from 0 to .*, or None; got \[2, 'x'\]"),
         ({"rope_theta": None}, "rope_theta must be a finite number above 1, such as 10000.0; got"),
         ({"rope_theta": 1}, "rope_theta must be a finite number above 1, such as 10000.0; got"),
+        ({"_attn_implementation": "some/kernel"}, "is set by method; got _attn_implementation='some/kernel'"),
         ({"attn_implementation": "sdpa"}, "the attention of a subquad model is set by method; got attn_implementation='sdpa'"),
     ],
 )

@@ -110,6 +110,13 @@ def test_no_pickle_is_loaded(folder, load, name, is_plain, tmp_path):
 
 
 @pytest.mark.parametrize("load", LOADERS)
+def test_an_adapter_does_not_lead_to_another_model(folder, load):
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/model", "peft_type": "LORA"}))
+    with pytest.raises(sq.InputError, match=r"model has an adapter, adapter_config\.json, which is for another model\. Load"):
+        load(folder)
+
+
+@pytest.mark.parametrize("load", LOADERS)
 @pytest.mark.parametrize("name", ["use_safetensors", "weights_only"])
 def test_pickles_cannot_be_asked_for(folder, load, name):
     with pytest.raises(sq.InputError, match=rf"from safetensors alone; got {name}=False\. Leave it out"):

@@ -83,3 +83,33 @@ def test_a_checkpoint_file_that_cannot_be_written_is_refused_and_the_old_one_sta
 def test_nothing_but_the_folder_is_left_of_writing_it(tmp_path):
     checkpoints.write_folder(tmp_path / "best", lambda folder: (folder / "config.json").write_text("{}"))
     assert [found.name for found in tmp_path.iterdir()] == ["best"]
+
+
+def test_the_log_follows_no_link(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "linear"
+    victim.write_text("precious")
+    folder.mkdir()
+    (folder / checkpoints.LOG).symlink_to(victim)
+    with pytest.raises(checkpoints.SaveError, match=r"linear/log\.txt, cannot be written: it is a symbolic link\. Remove it"):
+        checkpoints.open_log(folder)
+    (folder / checkpoints.LOG).unlink()
+    for line in ("one\n", "two\n"):
+        with checkpoints.open_log(folder) as log:
+            log.write(line)
+    assert (folder / checkpoints.LOG).read_text() == "one\ntwo\n"
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("cleans_up", [True, False])
+def test_folders_are_filled_where_they_belong(tmp_path, cleans_up):
+    """A link in the place of the staging folder would lead to somebody else's models."""
+    victim, folder = tmp_path / "victim", tmp_path / "linear"
+    for path in (victim / "best", folder):
+        path.mkdir(parents=True)
+    (victim / "best" / "weights").write_text("precious")
+    (folder / checkpoints.STAGING).symlink_to(victim)
+    if cleans_up:
+        checkpoints.clean_up(folder)
+    checkpoints.write_folder(folder / "best", lambda path: (path / "weights").write_text("new"))
+    assert (victim / "best" / "weights").read_text() == "precious"
+    assert (folder / "best" / "weights").read_text() == "new"

@@ -80,7 +80,9 @@ def write_safetensors(path: Path, chance: random.Random) -> str:
 def hide_code(folder: Path, mark: Path, chance: random.Random) -> str:
     """Code in a model folder, and a config that asks for it."""
     code = f"open({str(mark)!r}, 'w').close()\n"
-    how = chance.choice(["auto_map", "unknown type", "tokenizer", "generate", "kernel", "pickle", "index", "adapter", "module"])
+    how = chance.choice(
+        ["auto_map", "unknown type", "tokenizer", "generate", "kernel", "pickle", "index", "adapter", "module", "weights"]
+    )
     if how in ("auto_map", "unknown type"):
         (folder / "evil.py").write_text(code + "class Evil: pass\n")
         names = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
@@ -112,6 +114,9 @@ def hide_code(folder: Path, mark: Path, chance: random.Random) -> str:
             ]
         )
         _change(folder / "config.json", architectures=[name])
+    elif how == "weights":
+        write_pickle(folder / "adapter_model.bin", mark, chance)
+        _change(folder / "config.json", transformers_weights="adapter_model.bin")
     elif how == "adapter":
         (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "../victim", "peft_type": "LORA"}))
         write_pickle(folder / "adapter_model.bin", mark, chance)

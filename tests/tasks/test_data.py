@@ -5,6 +5,7 @@ import lzma
 import random
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from PIL import Image
 from subquad.errors import InputError
 from subquad.models.inputs import IGNORED
 from subquad.tasks import TASKS, DataError, imdb, listops, recall
-from subquad.tasks.cifar10 import MEAN, SPREAD
+from subquad.tasks.cifar10 import MEAN, SPREAD, decode_images
 from subquad.tasks.pycode import sources
 from subquad.tasks.rows import Blocks, Ragged, pad_sequences
 from subquad.tasks.source import read_bytes
@@ -392,11 +393,24 @@ def test_a_damaged_file_is_named(name, copy, small):
             '{"label": 0, "text": "x"}\n{"label": 2, "text": "y"}\n',
             "row 2 is not a review and label",
         ),
+        ("imdb", "imdb_train.jsonl.xz", '{"label": -1, "text": "x"}\n', "row 1 is not a review and label"),
+        ("imdb", "imdb_train.jsonl.xz", '{"label": 1, "text": 5}\n', "row 1 is not a review and label"),
+        ("imdb", "imdb_train.jsonl.xz", r'{"label": 1, "text": "\ud800"}', "row 1 is not a review and label"),
+        ("imdb", "imdb_train.jsonl.xz", "[" * 100_000, "row 1 is not a review and label"),
         ("listops", "test_d20s.tsv.xz", "3\t[MIN 3 4 ]\n4\t[AVG 3 4 ]\n", "row 2 is not a value and expression"),
+        ("listops", "test_d20s.tsv.xz", "-3\t[MIN 3 4 ]\n", "row 1 is not a value and expression"),
+        ("stsb", "stsb-en-dev.csv", "a,b,nan\n", "row 1 is not a pair of sentences and a number .*from 0 to 5; got nan"),
+        (
+            "stsb",
+            "stsb-en-dev.csv",
+            "a,b,5.0\na,b,5.5\n",
+            "row 2 is not a pair of sentences and a number .*from 0 to 5; got 5.5",
+        ),
     ],
 )
 def test_a_row_that_is_none_is_named(name, file, content, said, copy, small):
-    (copy / name / file).write_bytes(lzma.compress(content.encode()))
+    packed = lzma.compress if file.endswith(".xz") else bytes
+    (copy / name / file).write_bytes(packed(content.encode()))
     options = (("test", "d20s"),) if name == "listops" else ()
     with pytest.raises(DataError, match=f"{file} cannot be read: {said}"):
         TASKS[name]().load(copy, tiny(name, options=options))
@@ -426,3 +440,52 @@ def test_zip_and_plain_files_are_read(tmp_path):
         archive.writestr("a", b"inside")
     (tmp_path / "a").write_bytes(b"plain")
     assert (read_bytes(tmp_path / "a.zip"), read_bytes(tmp_path / "a")) == (b"inside", b"plain")
+
+
+def test_an_archive_with_a_password_is_refused(tmp_path):
+    import zipfile
+
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a", b"inside")
+    content = bytearray(path.read_bytes())
+    for header, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        content[content.index(header) + place] |= 1  # the flag of encryption
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.zip cannot be read: .*password"):
+        read_bytes(path)
+
+
+def picture(kind):
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(file, kind)
+    return {"bytes": file.getvalue(), "path": None}
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("img", picture("EPS"), "row 2 is not a picture of 32 x 32"),  # which Pillow would pass on to Ghostscript
+        ("img", {"bytes": b"", "path": "../x"}, "row 2 is not a picture of 32 x 32"),
+        ("img", None, "row 2 is not a picture of 32 x 32"),
+        ("label", 10, "row 2 is not a class from 0 to 9"),
+        ("label", -1, "row 2 is not a class from 0 to 9"),
+        ("label", None, "row 2 is not a class from 0 to 9"),
+    ],
+)
+def test_pictures_and_labels_of_another_kind_are_refused(copy, small, column, value, said):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = copy / "cifar10" / "test-00000-of-00001.parquet"
+    rows = pyarrow.parquet.read_table(path).to_pydict()
+    rows[column][1] = value
+    pyarrow.parquet.write_table(pyarrow.table(rows), path)
+    with pytest.raises(DataError, match=rf"test-00000-of-00001\.parquet cannot be read: {said}"):
+        TASKS["cifar10"]().load(copy, tiny("cifar10"))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+def test_pictures_of_usual_kinds_are_read(kind):
+    images, labels = decode_images(Path("file"), [picture(kind)], [3])
+    assert (images.shape, labels.tolist()) == ((1, 3, 32, 32), [3])

@@ -75,12 +75,20 @@ def load_config(place: str, gguf: str | None = None, **kwargs: Any) -> PreTraine
     except Exception as error:  # no network, no such name, no JSON, no model: the advice is always the same
         here = "" if Path(place).expanduser().exists() else f"there is no folder {place}, and as a name on the hub "
         raise InputError(f"{here}{place} does not hold a Hugging Face model: {first_line(error)} {_ADVICE}") from error
-    if "/" in str(found._attn_implementation):
+    _require_no_code(place, found)
+    return found
+
+
+def _require_no_code(place: str, config: PreTrainedConfig) -> None:
+    """Refuse what transformers would run, or load as a pickle, because the config says so."""
+    if "/" in str(config._attn_implementation):
         raise InputError(
-            f"{place} asks for an attention kernel from the hub, {found._attn_implementation!r}; subquad runs no code of a "
+            f"{place} asks for an attention kernel from the hub, {config._attn_implementation!r}; subquad runs no code of a "
             "model. Remove attn_implementation from its config.json."
         )
-    return found
+    weights = getattr(config, "transformers_weights", None)
+    if weights is not None and not str(weights).endswith((".safetensors", ".safetensors.index.json")):
+        raise InputError(f"transformers_weights in {place} must be a safetensors file; got {weights!r}. {weight_files.ADVICE}")
 
 
 def load_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None, dtype: str = "float32") -> PreTrainedModel:

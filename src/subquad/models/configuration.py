@@ -110,11 +110,11 @@ class SubquadConfig(PreTrainedConfig):
             setattr(self, name, methods.from_json(getattr(self, name)))
         if self.position == "learned" and self.max_position_embeddings is None:
             self.max_position_embeddings = 4096
-        if kwargs.get("attn_implementation") not in (None, "eager"):
-            raise OptionError(
-                "the attention of a subquad model is set by method; got "
-                f"attn_implementation={kwargs['attn_implementation']!r}. Leave it out."
-            )
+        for name in ("attn_implementation", "_attn_implementation"):  # which may also name a kernel on the hub
+            if kwargs.get(name) not in (None, "eager"):
+                raise OptionError(
+                    f"the attention of a subquad model is set by method; got {name}={kwargs[name]!r}. Leave it out."
+                )
         super().__post_init__(**kwargs)
         self.check()
 

@@ -15,6 +15,7 @@ from subquad.runs import typed_json
 from subquad.runs.typed_json import MisfitError
 
 _INDEXES = "*.safetensors.index*.json"  # of weights in several files
+_ADAPTER = "adapter_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 ADVICE = "Save the model as safetensors where you trust it: load it with transformers, and call model.save_pretrained(folder)."
 
@@ -37,6 +38,11 @@ def loading(place: str | os.PathLike[str] | None, subfolder: str | None = None) 
     if folder is None or not folder.is_dir():
         yield
         return
+    if (folder / _ADAPTER).exists():
+        raise InputError(
+            f"{folder} has an adapter, {_ADAPTER}, which is for another model. Load that model with peft, merge the adapter "
+            "with model.merge_and_unload(), and save the result."
+        )
     for index in folder.glob(_INDEXES):
         _require_safetensors(index)
     try:

@@ -16,6 +16,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from subquad.errors import SubquadError
 from subquad.runs import typed_json
@@ -99,6 +100,7 @@ def _checksum(path: Path) -> int:
 
 def clean_up(folder: Path) -> None:
     """After a kill: remove what is half written, and finish a replacement that was interrupted between its two renames."""
+    _remove_link(folder / STAGING)
     shutil.rmtree(folder / STAGING, ignore_errors=True)
     best, old = folder / BEST, folder / _OLD
     if old.exists() and not best.exists():
@@ -118,6 +120,16 @@ def remove_all(folder: Path) -> None:
         folder.rmdir()
 
 
+def open_log(folder: Path) -> IO[str]:
+    """The log in `folder`, to append to. A link is not followed: it would lead to a file of somebody else."""
+    path = folder / LOG
+    try:
+        return open(path, "a", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666))
+    except OSError as error:
+        why = "it is a symbolic link" if path.is_symlink() else error.strerror or error
+        raise SaveError(f"the log of a run, {path}, cannot be written: {why}. Remove it, or choose another folder.") from error
+
+
 def write_folder(
     target: Path, fill: Callable[[Path], object], is_writer: bool = True, wait_for_all: Callable[[], None] = lambda: None
 ) -> None:
@@ -128,6 +140,7 @@ def write_folder(
     unfinished = target.parent / STAGING / target.name
     try:
         if is_writer:
+            _remove_link(target.parent / STAGING)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
         wait_for_all()
@@ -157,6 +170,12 @@ def write_file(path: Path, content: bytes) -> None:
             f"{path} could not be written: {_reason(error, path.parent)}. Nothing else was lost: what was there before is "
             "intact. Make room, then run the same command with --resume."
         ) from error
+
+
+def _remove_link(path: Path) -> None:
+    """A link in the place of our own folder would lead to folders of somebody else, which we would remove."""
+    if path.is_symlink():
+        path.unlink()
 
 
 def _replace(unfinished: Path, target: Path) -> None:

@@ -18,6 +18,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
+# With -c Python looks for modules in the working folder first. A worker looks there only if this process does: its files may be
+# anybody's.
+_SAME_PATH = "import sys; sys.path[:] = filter(None, sys.path)"
 KILLED = "the process was killed, most likely because memory ran out"
 
 
@@ -35,12 +38,12 @@ class Worker:
     ) -> None:
         module, _, name = function.partition(":")
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {module} import {name}; {name}()"],
+            [sys.executable, "-c", f"{_SAME_PATH}; from {module} import {name}; {name}()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), **(environment or {})},
             pass_fds=() if lock is None else (lock,),
             start_new_session=True,
         )

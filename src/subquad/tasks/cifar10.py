@@ -26,6 +26,7 @@ from subquad.tasks.source import damaged_file, find_file, load_from_hub, parse_r
 
 SIDE, SHIFT, CLASSES = 32, 2, 10
 HELD_OUT = 1_000
+_FORMATS = ("PNG", "WEBP", "JPEG")  # of pictures; for some others Pillow runs programs
 PATCH = {"patches": 4, "pixels": 1}
 MEAN, SPREAD = 0.47, 0.25  # approximately, over all channels
 POSITION_SPREAD = 0.5  # of the initial position embeddings, as large as those of patches: small ones are learned late
@@ -116,9 +117,10 @@ def scale_pixels(rows: Any) -> Batch:
 def decode_images(path: Path, images: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Encoded images as one tensor, and their labels."""
     [pictures, numpy] = load_extra("train", "the data of cifar10", "PIL.Image", "numpy")
+    pictures.init()  # which `open` does not do for formats by name
 
     def pixels(image: Any) -> Any:
-        found = numpy.asarray(pictures.open(io.BytesIO(image["bytes"])).convert("RGB"))
+        found = numpy.asarray(pictures.open(io.BytesIO(image["bytes"]), formats=_FORMATS).convert("RGB"))
         if found.shape != (SIDE, SIDE, 3):
             raise ValueError(f"it has {found.shape[1]} x {found.shape[0]} pixels")
         return found

@@ -13,7 +13,7 @@ from typing import Any
 from subquad import errors
 from subquad.families.base import Mechanism
 from subquad.registry import load_module, module_of, options_of, with_options
-from subquad.runs.checkpoints import LOG
+from subquad.runs.checkpoints import LOG, open_log
 from subquad.runs.stop import StopRequest
 from subquad.runs.worker import KILLED, Connection, Worker, why_ended
 from subquad.training.plan import Plan, load_task
@@ -35,7 +35,7 @@ def train_in_worker(
     method = {"module": module_of(mechanism), "method": name, "options": options}
     record = Record(name, options, "running")
     fatal: dict[str, Any] = {}
-    with (folder / LOG).open("a") as log:
+    with open_log(folder) as log:
         worker = Worker("subquad.training.worker:main", log, environment={"OMP_NUM_THREADS": str(plan.threads)}, lock=lock)
     stop.on_request = worker.request_stop
     if stop.requested:  # before the worker was there
