@@ -50,7 +50,7 @@ def test_code_for_known_classes_is_not_needed(folder):
         ("config.json", {"attn_implementation": "some/kernel"}, "asks for an attention kernel from the hub, 'some/kernel'; subquad"),
         ("config.json", {"transformers_weights": "adapter_model.bin"}, "transformers_weights in .* must be a safetensors file"),
         ("config.json", {"architectures": ["Trainer"]}, "Trainer has no head that generates text"),
-        ("config.json", {"architectures": [7]}, "7 has no head that generates text"),
+        ("config.json", {"architectures": [7]}, "LlamaModel has no head that generates text"),
     ],
 )  # fmt: skip
 def test_what_needs_code_is_refused(folder, file, changes, said):

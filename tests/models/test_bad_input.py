@@ -66,6 +66,7 @@ from tests.models.small import causal_lm, config, tokens, translator
         ({"pad_token_id": "0"}, "pad_token_id must be a token id from 0 to 52, or None; got '0'"),
         ({"pad_token_id": 1.0}, "pad_token_id must be a token id from 0 to 52, or None; got 1.0"),
         ({"pad_token_id": True}, "pad_token_id must be a token id from 0 to 52, or None; got True"),
+        ({"architectures": [7]}, r"architectures must be a list of names of classes, or None; got \[7\]"),
         ({"eos_token_id": [2, "x"]}, r"eos_token_id must be a token id from 0 to .*, or None; got \[2, 'x'\]"),
         ({"rope_theta": None}, "rope_theta must be a finite number above 1, such as 10000.0; got"),
         ({"rope_theta": 1}, "rope_theta must be a finite number above 1, such as 10000.0; got"),

@@ -25,10 +25,13 @@ USUAL_TEXT = [
     "forward", "decode", "float64", "cuda", "cpu", "naive swap", "keep", "lora", "sigmoid", "bert", "LlamaModel", "fp32",
 ]  # fmt: skip
 REMOVE, REPEAT, RENAME, SWAP = "remove", "repeat", "rename", "swap"
+Damage = tuple[str, str]  # its kind, and what was done
+_KINDS = {"cut": "truncated", "empty": "truncated", "flip": "bits flipped"}  # of damage to bytes; all others are "other bytes"
+HOSTILE = "hostile content"
 
 
-def damage_bytes(path: Path, chance: random.Random) -> str:
-    """Damage the file as storage and transport do; returns what was done."""
+def damage_bytes(path: Path, chance: random.Random) -> Damage:
+    """Damage the file as storage and transport do."""
     content = bytearray(path.read_bytes())
     size = len(content)
     how = chance.choice(["cut", "cut", "flip", "flip", "flip", "insert", "overwrite", "empty", "other", "double"])
@@ -53,7 +56,7 @@ def damage_bytes(path: Path, chance: random.Random) -> str:
     elif how == "double":
         content *= 2
     path.write_bytes(content)
-    return f"{how}: {size} -> {len(content)} bytes"
+    return _KINDS.get(how, "other bytes"), f"{path.name}: {how}, {size} -> {len(content)} bytes"
 
 
 def _place(size: int, chance: random.Random) -> int:
@@ -61,17 +64,17 @@ def _place(size: int, chance: random.Random) -> int:
     return min(int(size * chance.random() ** chance.choice([1, 4])), size - 1)
 
 
-def damage_json(path: Path, chance: random.Random) -> str:
-    """Put something hostile at one or a few places of a JSON file; returns what was done."""
+def damage_json(path: Path, chance: random.Random) -> Damage:
+    """Put something hostile at one or a few places of a JSON file."""
     content = json.loads(path.read_bytes())
     done = [_change(content, chance) for _ in range(chance.choice([1, 1, 1, 2, 5]))]
     path.write_bytes(json.dumps(content).encode())
-    return "; ".join(done)
+    return HOSTILE, f"{path.name}: {'; '.join(done)}"
 
 
-def damage_values(content: Any, chance: random.Random, others: Callable[[random.Random], Any]) -> str:
+def damage_values(content: Any, chance: random.Random, others: Callable[[random.Random], Any]) -> Damage:
     """The same for a structure in memory, whose values may also become `others`."""
-    return "; ".join(_change(content, chance, others) for _ in range(chance.choice([1, 1, 2])))
+    return HOSTILE, "; ".join(_change(content, chance, others) for _ in range(chance.choice([1, 1, 2])))
 
 
 def _change(content: Any, chance: random.Random, others: Callable[[random.Random], Any] | None = None) -> str:

@@ -7,18 +7,22 @@ touched and must not be.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import resource
 import traceback
 import warnings
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from subquad.errors import SubquadError
+from tests.soak import FINDINGS
 from tests.soak.damage import TAG
-from tests.soak.readers import READERS, captured
+from tests.soak.readers import READERS
+from tests.soak.readers.base import captured
 
 COUNT = 2_000
 SECONDS = 120
@@ -31,28 +35,35 @@ def run_case(seed: int, index: int, folder: Path) -> dict[str, Any]:
     reader, mark = READERS[name](), folder / "executed"
     with captured() as out, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        files = reader.prepare(folder)
-        done = reader.spoil(files, mark, chance)
+        files = reader.prepare(folder, chance)
+        kind, done = reader.spoil(files, mark, chance)
         verdict, error = "answered", ""
-        _limit_memory()
         try:
-            reader.read(folder, chance)
+            with _limited_memory():
+                reader.read(folder, chance)
         except SubquadError as refusal:
             verdict, error = ("refused", "") if str(refusal).strip() else ("wrong", "a refusal without a message")
         except Exception as foreign:
             verdict, error = "foreign error", _last_lines(foreign)
     if wrong := _obeyed(folder, mark, out.getvalue()):
         verdict, error = "wrong", wrong
-    labels = {"file": name, "damage": done.split(":")[0]}
-    how = f"python -m tests.soak --part files --seed {seed} --only {index}"
-    return {"verdict": verdict, "labels": labels, "error": f"{name}: {done}: {error}"} | {"reproduction": how}
+    found = {"verdict": verdict, "labels": {"file": name, "damage": kind}}
+    if verdict in FINDINGS:
+        found |= {"error": f"{name}, {kind}, {done}: {error}"}
+        found |= {"reproduction": f"python -m tests.soak --part files --seed {seed} --only {index}"}
+    return found
 
 
-def _limit_memory() -> None:
-    """Of data: the engine that draws charts reserves address space, which it does not use."""
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+@contextlib.contextmanager
+def _limited_memory() -> Iterator[None]:
+    """A limit of data, not of address space: the engine that draws charts reserves much of that, and does not use it."""
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
 def _last_lines(error: Exception) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.soak.damage import hostile_value
+from tests.soak.damage import HOSTILE, Damage, hostile_value
 
 
 class Touch:
@@ -40,7 +40,7 @@ _ODD: list[Callable[[], Any]] = [
 ]  # fmt: skip
 
 
-def write_pickle(path: Path, mark: Path, chance: random.Random) -> str:
+def write_pickle(path: Path, mark: Path, chance: random.Random) -> Damage:
     """A pickle that runs code, as it is or inside what `torch.save` writes."""
     payload = Touch(mark)
     how = chance.choice(["pickle", "torch", "inside", "old"])
@@ -53,10 +53,10 @@ def write_pickle(path: Path, mark: Path, chance: random.Random) -> str:
         torch.save({**{name: torch.zeros(1, 2, 8, 4) for name in names}, "more": payload}, path)
     else:
         torch.save({"weights": payload}, path, _use_new_zipfile_serialization=False)
-    return f"a pickle that runs code ({how})"
+    return "pickle that runs code", f"{path.name}: {how}"
 
 
-def write_safetensors(path: Path, chance: random.Random) -> str:
+def write_safetensors(path: Path, chance: random.Random) -> Damage:
     """The same file with another header: offsets, shapes, names and types that lie."""
     content = path.read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
@@ -74,10 +74,10 @@ def write_safetensors(path: Path, chance: random.Random) -> str:
         header[name][field] = value
     changed = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(changed)) + changed + content[8 + size :])
-    return f"header: {name}, {field}, {str(value)[:40]}"
+    return HOSTILE, f"{path.name}: header, {name}, {field}, {str(value)[:40]}"
 
 
-def hide_code(folder: Path, mark: Path, chance: random.Random) -> str:
+def hide_code(folder: Path, mark: Path, chance: random.Random) -> Damage:
     """Code in a model folder, and a config that asks for it."""
     code = f"open({str(mark)!r}, 'w').close()\n"
     how = chance.choice(
@@ -127,7 +127,7 @@ def hide_code(folder: Path, mark: Path, chance: random.Random) -> str:
         if how == "index":
             index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pytorch_model.bin")}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return f"code: {how}"
+    return "code in a model", how
 
 
 def _change(path: Path, **changes: Any) -> None:

@@ -416,6 +416,13 @@ def test_a_row_that_is_none_is_named(name, file, content, said, copy, small):
         TASKS[name]().load(copy, tiny(name, options=options))
 
 
+@pytest.mark.parametrize("file", ["enwik8_first20M.xz", "enwik8_last5M.xz"])
+def test_a_text_without_content_is_refused(file, copy, small):
+    (copy / "enwik8" / file).write_bytes(lzma.compress(b""))
+    with pytest.raises(DataError, match=r"enwik8 needs at least 24 tokens of \w+ text, one block of --length; got 0"):
+        TASKS["enwik8"]().load(copy, tiny("enwik8"))
+
+
 def test_translations_that_do_not_pair_up_are_refused(copy, small):
     import gzip
 

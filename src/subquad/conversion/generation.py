@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation.streamers import BaseStreamer
 
 from subquad import checks
-from subquad.conversion.pretrained import class_of, context_of, load_config, load_model, load_tokenizer
+from subquad.conversion.pretrained import architectures, class_of, context_of, load_config, load_model, load_tokenizer
 from subquad.errors import InputError, SubquadError, first_line
 from subquad.models import SubquadCache, SubquadConfig, SubquadModel
 from subquad.models.converted import record
@@ -179,7 +179,7 @@ def state_bytes(cache: Any) -> int | None:
 def _require_head(model_class: Any, config: PreTrainedConfig) -> None:
     """Refuse a class that does not generate text; for an Auto class that is known only when the model is loaded."""
     if issubclass(model_class, PreTrainedModel) and not model_class.can_generate():
-        name = (config.architectures or [model_class.__name__])[0]
+        name = ", ".join(architectures(config)) or model_class.__name__
         raise InputError(f"{name} has no head that generates text. Pass a language model.")
 
 

@@ -43,7 +43,7 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     model_class = _saved_class(config)
     if model_class is None:
         raise InputError(
-            f"{place} was saved by {' or '.join(map(str, config.architectures or ['an unknown class']))}, which is neither in "
+            f"{place} was saved by {' or '.join(architectures(config)) or 'an unknown class'}, which is neither in "
             "transformers nor in subquad.models. Load it with that class: from_pretrained."
         )
     if conversion is None:
@@ -146,9 +146,14 @@ def class_of(config: PreTrainedConfig, gguf: str | None = None) -> Any:
     return _saved_class(config) or (AutoModel if gguf is None else AutoModelForCausalLM)
 
 
+def architectures(config: PreTrainedConfig) -> list[str]:
+    """The names of the classes that a model was saved from, as far as its config says so."""
+    found = config.architectures
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
 def _saved_class(config: PreTrainedConfig) -> Any:
-    names = config.architectures if isinstance(config.architectures, list) else []
-    for name in map(str, names):
+    for name in architectures(config):
         for module in (transformers, models):
             found = getattr(module, name, None)
             if isinstance(found, type) and issubclass(found, PreTrainedModel):

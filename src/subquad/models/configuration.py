@@ -198,6 +198,9 @@ class SubquadConfig(PreTrainedConfig):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value <= sys.float_info.max:
                 raise InputError(f"{name} must be a finite number {rule}; got {shown(value)}.")
         self._check_token_ids()
+        names = self.architectures
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise InputError(f"architectures must be a list of names of classes, or None; got {shown(names)}.")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:

@@ -58,7 +58,7 @@ class ByteModel(LanguageModel):
 
 def byte_ids(text: bytes) -> Tensor:
     """(T,) uint8."""
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
 def sum_nats(model: PreTrainedModel, rows: Dataset[Row], splits: Splits, settings: Settings) -> tuple[float, int, int]:

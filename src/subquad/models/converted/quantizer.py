@@ -63,7 +63,7 @@ class ConvertedModelQuantizer(HfQuantizer):
         if {site.name for site in sites(model)} != set(conversion.sites):
             raise InputError(
                 f"the model was converted as a whole, and {type(model).__name__} does not have the same layers. Load it with "
-                f"{' or '.join(model.config.architectures or ['the class that saved it'])}."
+                f"{' or '.join(map(str, model.config.architectures or ['the class that saved it']))}."
             )
         install(model, conversion)
         if checkpoint_files is None:
