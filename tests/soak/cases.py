@@ -234,10 +234,11 @@ def _run(spec: Spec, labels: dict[str, Any]) -> dict[str, Any]:
     if fault:
         return {"verdict": "wrong", "labels": {**labels, "check": spec.together or "dropout"}, "error": fault}
     turned = (lambda: undecided(prepared, found)) if spec.mechanism in choices.CHOOSING else None
-    judgement = judge(found, evaluate, evaluate.precision, turned, must_be_nan=spec.has_nan_query)
+    without_nan = evaluate(torch.float64, without_nan=True) if spec.has_nan_query and not spec.dropout_p else None
+    judgement = judge(found, evaluate, evaluate.precision, turned, without_nan)
     if judgement.faults and is_fused(prepared) and not spec.dropout_p:
         with kernels(spec), recording(spec), sdpa_kernel(SDPBackend.MATH):
-            again = judge(results(prepared, names), evaluate, evaluate.precision, turned, must_be_nan=spec.has_nan_query)
+            again = judge(results(prepared, names), evaluate, evaluate.precision, turned, without_nan)
         if not again.faults:  # only with PyTorch's fused kernel
             judgement, labels["fused attention"] = again, "PyTorch's is wrong"
     if judgement.faults:
@@ -317,11 +318,13 @@ class Evaluation:
         self.precision = torch.float32 if is_half and prepared.spec.mechanism in choices.CHOOSING else prepared.dtype
         self.units = FUSED_UNITS if self.precision == torch.float32 and is_fused(prepared) else UNITS
 
-    def __call__(self, dtype: torch.dtype, seed: int | None = None) -> Results:
+    def __call__(self, dtype: torch.dtype, seed: int | None = None, without_nan: bool = False) -> Results:
         p = self.prepared
         tensors = {"q": p.q, "k": p.k, "v": p.v if self.value is None else self.value, "hidden": p.hidden}
         if p.has_dirty_queries:
             tensors["q"] = p.q.masked_fill(~p.real[:, None, :, None], 0)
+        if without_nan:
+            tensors["q"] = p.q.nan_to_num(0.0)
         tensors = {name: None if x is None else x.detach().to(dtype, copy=True) for name, x in tensors.items()}
         if p.is_shared:
             tensors["q"] = tensors["k"]
@@ -332,13 +335,10 @@ class Evaluation:
         options = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in p.options.items()}
         options.pop("dropout_p", None)
         with RandomRounding(seed, self.units) if seed is not None else contextlib.nullcontext():
-            try:
-                out = reference.attention(
-                    p.mechanism, tensors["q"], tensors["k"], tensors["v"], weights=weights, hidden=tensors["hidden"], **options
-                )
-                grads = taken(out, wrt, p.target.to(dtype))
-            except torch.linalg.LinAlgError:  # no singular values of what has overflowed
-                out, grads = p.target * torch.nan, {name: x.detach() * torch.nan for name, x in wrt.items()}
+            out = reference.attention(
+                p.mechanism, tensors["q"], tensors["k"], tensors["v"], weights=weights, hidden=tensors["hidden"], **options
+            )
+            grads = taken(out, wrt, p.target.to(dtype))
         found = {"out": cleaned(p, out), **grads}
         # The result is rounded to the precision of the call, whatever it was computed in.
         return {name: x if dtype == torch.float64 else x.to(p.dtype) for name, x in found.items()}

@@ -22,5 +22,7 @@ def attention(
 def _truncate(a: Tensor, rank: int) -> Tensor:
     if a.shape[-1] <= rank:
         return a
-    u, s, vt = torch.linalg.svd(a.to(torch.promote_types(a.dtype, torch.float32)))  # torch has no SVD in half precision
-    return ((u[..., :rank] * s[..., None, :rank]) @ vt[..., :rank, :]).to(a.dtype)
+    is_finite = a.isfinite().all(-1).all(-1)[..., None, None]  # others have no decomposition
+    wide = torch.where(is_finite, a, 0).to(torch.promote_types(a.dtype, torch.float32))  # torch has no SVD in half precision
+    u, s, vt = torch.linalg.svd(wide)
+    return torch.where(is_finite, (u[..., :rank] * s[..., None, :rank]) @ vt[..., :rank, :], torch.nan).to(a.dtype)
