@@ -369,7 +369,7 @@ def dropped(prepared: Prepared) -> tuple[Results, Any, str]:
 
     def weights() -> Tensor:
         torch.manual_seed(prepared.spec.tensor_seed)
-        return prepared.call(prepared.q, prepared.k, value, prepared.hidden, **prepared.options)
+        return cleaned(prepared, prepared.call(prepared.q, prepared.k, value, prepared.hidden, **prepared.options))
 
     found = weights()
     is_dropped = found == 0

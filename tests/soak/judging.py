@@ -146,6 +146,10 @@ def _judge_again(judgement, truth, evaluate, precision, suspects, undecided) -> 
         if name in turned:
             judgement.flips += int((broken & turned[name]).sum())
             suspects[name] = (broken & ~turned[name], error, noise)
+    if precision.itemsize < 4:  # results are rounded to it, sums are in float32, and may overflow there
+        wide = evaluate(torch.float32)
+        for name, (broken, error, noise) in suspects.items():
+            suspects[name] = (broken & as_rows(wide[name]).isfinite().all(-1), error, noise)
     for seed in range(SAMPLES):
         suspects = {name: suspect for name, suspect in suspects.items() if suspect[0].any()}
         if not suspects:
