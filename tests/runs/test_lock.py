@@ -52,3 +52,16 @@ def test_the_descriptor_is_closed(tmp_path):
         os.fstat(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_an_error_of_the_file_system_in_the_folder_is_a_clear_one(tmp_path):
+    with (
+        pytest.raises(ResultsError, match=r"gone.txt cannot be read or written: No such file.*resume"),
+        exclusive(tmp_path, "run"),
+    ):
+        (tmp_path / "gone.txt").unlink()
+
+
+def test_an_error_of_the_file_system_elsewhere_passes_through(tmp_path):
+    with pytest.raises(FileNotFoundError), exclusive(tmp_path / "run", "run"):
+        (tmp_path / "gone.txt").unlink()

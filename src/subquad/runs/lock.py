@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from subquad.errors import SubquadError
 from subquad.runs.results_file import ResultsError
 
 LOCK = ".lock"
@@ -17,7 +18,8 @@ LOCK = ".lock"
 def exclusive(folder: Path, what: str) -> Iterator[int | None]:
     """Hold the lock of `folder`, so that no other process writes to it; `what` names the run in the error message.
 
-    Yields the lock's file descriptor: a worker that inherits it keeps the folder locked until it ends, too.
+    Yields the lock's file descriptor: a worker that inherits it keeps the folder locked until it ends, too. An error of the
+    file system in the folder, such as a missing permission, becomes a `ResultsError`.
     """
     try:
         import fcntl
@@ -36,8 +38,19 @@ def exclusive(folder: Path, what: str) -> Iterator[int | None]:
         except OSError:
             raise ResultsError(f"another {what} is writing to {folder}. Wait for it, or choose another --out.") from None
         yield descriptor
+    except OSError as error:
+        if isinstance(error, SubquadError) or not _is_inside(error.filename, folder):
+            raise
+        raise ResultsError(
+            f"{error.filename} cannot be read or written: {error.strerror}. What was saved before is intact; check the "
+            "permissions of the folder, then resume."
+        ) from error
     finally:
         os.close(descriptor)
+
+
+def _is_inside(name: object, folder: Path) -> bool:
+    return isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
 
 
 def _open(path: Path) -> int:
