@@ -235,10 +235,11 @@ def _run(spec: Spec, labels: dict[str, Any]) -> dict[str, Any]:
         return {"verdict": "wrong", "labels": {**labels, "check": spec.together or "dropout"}, "error": fault}
     turned = (lambda: undecided(prepared, found)) if spec.mechanism in choices.CHOOSING else None
     without_nan = evaluate(torch.float64, without_nan=True) if spec.has_nan_query and not spec.dropout_p else None
-    judgement = judge(found, evaluate, evaluate.precision, turned, without_nan)
+    rule = (evaluate, evaluate.precision, turned, without_nan, negligible(prepared))
+    judgement = judge(found, *rule)
     if judgement.faults and is_fused(prepared) and not spec.dropout_p:
         with kernels(spec), recording(spec), sdpa_kernel(SDPBackend.MATH):
-            again = judge(results(prepared, names), evaluate, evaluate.precision, turned, without_nan)
+            again = judge(results(prepared, names), *rule)
         if not again.faults:  # only with PyTorch's fused kernel
             judgement, labels["fused attention"] = again, "PyTorch's is wrong"
     if judgement.faults:
@@ -360,6 +361,19 @@ def undecided(prepared: Prepared, found: Results) -> Results:
         name: (rows[name].unsqueeze(-1) if name in rows else close.any()).expand(x.shape[:-1] if x.dim() else (1,)[:0])
         for name, x in found.items()
     }
+
+
+def negligible(prepared: Prepared) -> dict[str, float]:
+    """What is zero but for rounding, for the gradients in which terms cancel: those of the size of dO v, times the other side."""
+    p = prepared
+    eps = torch.finfo(torch.promote_types(p.dtype, torch.float32)).eps
+    q, k, v, dO = (
+        float(x.detach().double().nan_to_num(0, 0, 0).abs().amax()) if x.numel() else 0.0 for x in (p.q, p.k, p.v, p.target)
+    )
+    terms = 8 * eps * dO * v * p.spec.value_dim
+    sizes = {"q": max(1.0, k), "k": max(1.0, q, k if p.is_shared else 0.0)}
+    others = {name: max(1.0, q, k) * p.spec.queries for name, _ in p.module.named_parameters()}
+    return {name: terms * size for name, size in {**sizes, **others, "hidden": p.spec.queries}.items()}
 
 
 def dropped(prepared: Prepared) -> tuple[Results, Any, str]:

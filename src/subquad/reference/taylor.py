@@ -15,8 +15,8 @@ def attention(mechanism: Any, query: Tensor, key: Tensor, value: Tensor, *, allo
 
 
 def unit(x: Tensor) -> Tensor:
-    """x / |x|; relative to the largest entry, since the squares of very small or large ones are out of range."""
+    """x / |x|; zero, with zero gradient, for zero. The squares of very small or large entries would be out of range."""
     largest = x.detach().abs().amax(-1, keepdim=True)
     x = x / torch.where(largest == 0, 1, largest)
     squares = x.square().sum(-1, keepdim=True)
-    return x / torch.where(squares == 0, 1, squares).sqrt()
+    return torch.where(largest == 0, 0, x / torch.where(largest == 0, 1, squares).sqrt())
