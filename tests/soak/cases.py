@@ -25,7 +25,7 @@ from subquad import reference
 from subquad.ops import dispatch, native_library
 from tests.soak import FINDINGS, choices, source
 from tests.soak.drawing import Spec, draw
-from tests.soak.judging import RandomRounding, Results, judge
+from tests.soak.judging import EDGE, RandomRounding, Results, judge
 from tests.soak.shrinking import shrunk
 
 COUNT = 100_000
@@ -233,6 +233,8 @@ def _run(spec: Spec, labels: dict[str, Any]) -> dict[str, Any]:
         return {"verdict": "wrong", "labels": {**labels, "check": "accepted"}, "error": "answered what it must refuse"}
     if fault:
         return {"verdict": "wrong", "labels": {**labels, "check": spec.together or "dropout"}, "error": fault}
+    if overflows_in_sums(prepared):
+        return {"verdict": "answered", "labels": {**labels, "range": "no row judged"}}
     turned = (lambda: undecided(prepared, found)) if spec.mechanism in choices.CHOOSING else None
     without_nan = evaluate(torch.float64, without_nan=True) if spec.has_nan_query and not spec.dropout_p else None
     rule = (evaluate, evaluate.precision, turned, without_nan, negligible(prepared))
@@ -363,13 +365,25 @@ def undecided(prepared: Prepared, found: Results) -> Results:
     }
 
 
+def size_of(x: Tensor, real: Tensor | None) -> float:
+    """The largest number of real tokens."""
+    if real is not None and x.shape[2] == real.shape[1]:
+        x = x.masked_fill(~real[:, None, :, None], 0)
+    return float(x.detach().double().nan_to_num(0.0).abs().amax()) if x.numel() else 0.0
+
+
+def overflows_in_sums(prepared: Prepared) -> bool:
+    """Whether sum_j phi(k_j) v_j^T, which the mechanism computes first, is out of the range, though the output may not be."""
+    p = prepared
+    sums = size_of(p.k, p.real) * size_of(p.v, p.real) * p.spec.keys
+    return p.mechanism.info.engine == "kernelized" and p.dtype != torch.float64 and sums > EDGE
+
+
 def negligible(prepared: Prepared) -> dict[str, float]:
     """What is zero but for rounding, for the gradients in which terms cancel: those of the size of dO v, times the other side."""
     p = prepared
     eps = torch.finfo(torch.promote_types(p.dtype, torch.float32)).eps
-    q, k, v, dO = (
-        float(x.detach().double().nan_to_num(0, 0, 0).abs().amax()) if x.numel() else 0.0 for x in (p.q, p.k, p.v, p.target)
-    )
+    q, k, v, dO = (size_of(x, p.real) for x in (p.q, p.k, p.v, p.target))
     terms = 8 * eps * dO * v * p.spec.value_dim
     sizes = {"q": max(1.0, k), "k": max(1.0, q, k if p.is_shared else 0.0)}
     others = {name: max(1.0, q, k) * p.spec.queries for name, _ in p.module.named_parameters()}
