@@ -1,6 +1,8 @@
 """The harness of the soak test: it finds every kind of fault, survives it, and resumes. And a short run of every part."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -207,3 +209,49 @@ def test_random_rounding_is_of_the_size_of_rounding():
 def run_rounded(x, seed):
     with RandomRounding(seed, units=1):
         return x * 3
+
+
+FAULTS = {
+    "address": ("tokens=8", "AddressSanitizer: heap-buffer-overflow"),
+    "undefined": ("misaligned=1", "runtime error: .*misaligned"),
+    "thread": ("at_once=2", "ThreadSanitizer: data race"),
+}
+CALL = """
+import sys, threading
+import torch
+from subquad.ops import convolution, native_call
+from tests.soak import native  # loads the kernels under the sanitizer
+
+settings = dict([sys.argv[1].split("=")])
+value, out, kernel = torch.ones(1, 1, 4, 16), torch.zeros(1, 1, 4, 16), torch.ones(1, 3)
+sizes = dict(zip(convolution._SIZES, (1, 1, 1, int(settings.get("tokens", 4)), 16, 3)))
+arguments = convolution._Call(**sizes, threads=1)
+for name, x in {"value": value, "out": out}.items():
+    setattr(arguments, name, native_call.View(x.data_ptr() + int(settings.get("misaligned", 0)), *x.stride()[:3]))
+arguments.kernel = kernel.data_ptr()
+
+
+def work():
+    for _ in range(1000):
+        native_call.native_library.load().subquad_convolution_forward_float32(native_call.ctypes.byref(arguments))
+
+
+threads = [threading.Thread(target=work) for _ in range(int(settings.get("at_once", 1)))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("part", NATIVE)
+def test_a_sanitizer_reports_a_fault_of_a_kernel(part, tmp_path):
+    """A length beyond the tensor, an address between two numbers, two threads that write one result."""
+    if not shutil.which("g++"):
+        pytest.skip("the sanitizers need g++")
+    setting, report_ = FAULTS[part]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **native.environment(part, ROOT / "soak-results")}
+    done = subprocess.run([sys.executable, "-c", CALL, setting], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode
+    assert re.search(report_, done.stderr), done.stderr[-2000:]
+    assert "csrc/" in done.stderr  # where in our code
