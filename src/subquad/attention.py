@@ -247,8 +247,10 @@ def _resolved(call: Call) -> Call:
     """
     if isinstance(call.scale, int):
         call = replace(call, scale=float(call.scale))
+    if torch.compiler.is_compiling():
+        return call
     given = (call.query, call.key, call.value, call.attn_mask, call.hidden, *call.weights.values())
-    if torch.compiler.is_compiling() or not any(x is not None and x.is_neg() for x in given):
+    if not any(x is not None and x.is_neg() for x in given):
         return call
     tensors: dict[str, Any] = {name: x.resolve_neg() for name, x in vars(call).items() if isinstance(x, Tensor)}
     return replace(call, **tensors, weights={name: x.resolve_neg() for name, x in call.weights.items()})
