@@ -71,13 +71,18 @@ class RandomRounding(TorchDispatchMode):
     def _spread(self, name: str, out: Tensor, args: tuple[Any, ...]) -> Tensor:
         """What the error of an operation is relative to."""
         if name in ("mm", "bmm", "mv", "dot"):
-            return args[0].double().abs() @ args[1].double().abs()
+            return terms(args[0].shape[-1]) * (args[0].double().abs() @ args[1].double().abs())
         if name == "sum":
-            return args[0].double().abs().sum(*args[1:]).reshape(out.shape)
+            return terms(args[0].numel() // max(out.numel(), 1)) * args[0].double().abs().sum(*args[1:]).reshape(out.shape)
         if name == "_softmax_backward_data":
             grad, weight = args[0].double().abs(), args[1].double()  # w (g - sum w g), which may cancel
             return 2 * weight * grad.amax(args[2], keepdim=True) if grad.numel() else grad
         return out.double().abs()
+
+
+def terms(count: int) -> float:
+    """How much more than one rounding a sum of so many terms has: their square root, from 16 on."""
+    return max(1.0, count**0.5 / 4)
 
 
 def hashed(numbers: Tensor, key: int) -> Tensor:
