@@ -6,6 +6,7 @@ B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv val
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -218,7 +219,10 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
         checks.state(call.state, method, call.key, call.value)
         if not is_checked(call.state):
             _check_tensors(call.state, mechanism.state_spec(call))
-    spoiled = _spoiled_pads(call)
+    learned = (
+        () if "functional" in needs else call.weights.values()
+    )  # a function has none, and torch.compile sees a constant there
+    spoiled = _spoiled_pads(call, learned)
     if spoiled is not None:
         call = replace(call, query=call.query.masked_fill(spoiled, 0))
     with _without_autocast(call.query.device):
@@ -256,7 +260,7 @@ def _resolved(call: Call) -> Call:
     return replace(call, **tensors, weights={name: x.resolve_neg() for name, x in call.weights.items()})
 
 
-def _spoiled_pads(call: Call) -> Tensor | None:
+def _spoiled_pads(call: Call, learned: Iterable[Tensor]) -> Tensor | None:
     """The queries (B, H, N, 1) at the places of pads that are not finite; None if there are none.
 
     They are left out of the computation, because 0 times NaN is NaN: even where the gradient of their output is 0, they would
@@ -265,7 +269,7 @@ def _spoiled_pads(call: Call) -> Tensor | None:
     query, real = call.query, call.key_padding_mask
     if real is None or query.shape[2] != real.shape[1]:
         return None
-    if not needs_gradient(query, call.key, call.value, *call.weights.values()) or is_finite(query):
+    if not needs_gradient(query, call.key, call.value, *learned) or is_finite(query):
         return None
     return ~(query.isfinite().all(-1, keepdim=True) | real[:, None, :, None])
 

@@ -81,8 +81,8 @@ class RandomRounding(TorchDispatchMode):
 
 
 def terms(count: int) -> float:
-    """How much more than one rounding a sum of so many terms has: their square root, from 16 on."""
-    return max(1.0, count**0.5 / 4)
+    """How much more than one rounding a sum of so many terms has: half their square root."""
+    return max(1.0, count**0.5 / 2)
 
 
 def hashed(numbers: Tensor, key: int) -> Tensor:

@@ -78,8 +78,11 @@ class Compilation(Contract):
     def test_function_compiles(self, case: Case) -> None:
         x, is_causal = inputs(LENGTH), case.directions[-1]
         torch._dynamo.reset()
-        run = torch.compile(lambda *x: case.function(Inputs(*x), is_causal=is_causal), fullgraph=True, backend="eager")
-        assert_close(run(*x), case.function(x, is_causal=is_causal))
+        real = torch.arange(LENGTH).expand(BATCH, -1) < LENGTH - 9
+        for mask in [None] if case.why_not(key_padding_mask=True) else [None, real]:
+            options: dict[str, Any] = {"is_causal": is_causal, "key_padding_mask": mask}
+            run = torch.compile(lambda *x, o=options: case.function(Inputs(*x), **o), fullgraph=True, backend="eager")
+            assert_close(run(*x), case.function(x, **options))
 
     @usual_options_only
     @requires(is_traceable, decode=True)
