@@ -1,12 +1,17 @@
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import subquad as sq
 from subquad import cli
 from subquad.cli import app, terminal
+from subquad.cli.generate import for_terminal
+from subquad.cli.terminal import as_text, print_table
+from subquad.report.tables import Cell, Table
 
 
 @pytest.fixture
@@ -179,3 +184,20 @@ def test_refusals_are_a_message_and_exit_code_2(monkeypatch, capsys):
         cli.main()
     assert stopped.value.code == 2
     assert "error: the rule; what came; what to do" in capsys.readouterr().err
+
+
+def test_text_of_files_is_printed_and_not_obeyed(capsys):
+    console = Console(highlight=False, force_terminal=True, color_system=None)
+    console.print(as_text("[/red] [bold]x \x1b]0;title\x07\x9b31m"), end="")
+    assert capsys.readouterr().out == "[/red] [bold]x \ufffd]0;title\ufffd\ufffd31m"
+    print_table(console, Table("t", "", ["[/a] \x1b[1m"], [[Cell("[/b] \x1b[1m")]]))
+    printed = capsys.readouterr().out
+    assert "[/a]" in printed
+    assert "[/b]" in printed
+    assert "\x1b" not in printed
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_generated_text_does_not_control_a_terminal(monkeypatch, is_terminal):
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: is_terminal))
+    assert for_terminal("a\tb\n\x1b]0;title\x07") == ("a\tb\n\ufffd]0;title\ufffd" if is_terminal else "a\tb\n\x1b]0;title\x07")

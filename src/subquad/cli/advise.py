@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
+from subquad.cli.terminal import as_text
 from subquad.errors import SubquadError
 
 
@@ -43,21 +43,19 @@ def advise(
     except SubquadError as error:
         if results is not None or path is None:
             raise
-        Console(stderr=True).print(
-            f"[dim]{escape(str(usual))} does not fit ({escape(str(error))}); running a quick comparison.[/dim]"
-        )
+        Console(stderr=True).print(f"[dim]{as_text(usual)} does not fit ({as_text(error)}); running a quick comparison.[/dim]")
         found, given = ask(length, **needs), None
     if as_json:
         records = [{**vars(a), "method": a.method.info.name, "options": vars(a.method)} for a in found]
         typer.echo(json.dumps(records, indent=2))
         return
     console = Console(highlight=False)
-    console.print(f"Measured {escape(_where(given, path))}", style="dim")
+    console.print(f"Measured {as_text(_where(given, path))}", style="dim")
     for advice in found:
         console.print(advice.method.info.name, style="bold")
         for reason in advice.reasons:
-            console.print(f"  {escape(reason)}")
-        console.print(f"  {escape(advice.code)}", style="cyan")
+            console.print(f"  {as_text(reason)}")
+        console.print(f"  {as_text(advice.code)}", style="cyan")
 
 
 def _where(results: Any, path: Path | None) -> str:

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from subquad.cli.terminal import Bar, folder_named
+from subquad.cli.terminal import Bar, as_text, folder_named
 from subquad.errors import InputError, MissingExtraError
 from subquad.report import save_charts, write_page
 
@@ -90,17 +89,17 @@ def _report(results: Any, out: Path, png: bool) -> None:
     from subquad.bench.summary import table
 
     console = Console(highlight=False)
-    console.print(escape(analysis.headline(results)), style="bold")
+    console.print(as_text(analysis.headline(results)), style="bold")
     for kind in PASSES:
         if any(t.rounds for t in results.of(kind)):
             console.print(table(results, kind, console.width))
     for method, why in results.refusals.items():
-        console.print(f"{method}: not compared. {escape(why)}", style="dim")
+        console.print(f"{method}: not compared. {as_text(why)}", style="dim")
     written = [out / "results.json"]
     try:
         write_page(results, out / "report.html")
         written.append(out / "report.html")
         written += save_charts(results, out) if png else []
     except MissingExtraError as error:
-        Console(stderr=True).print(f"[yellow]no report:[/yellow] {escape(str(error))}")
-    console.print(escape("Written: " + ", ".join(map(str, written))), soft_wrap=True)
+        Console(stderr=True).print(f"[yellow]no report:[/yellow] {as_text(error)}")
+    console.print(as_text("Written: " + ", ".join(map(str, written))), soft_wrap=True)

@@ -9,9 +9,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from subquad.cli.terminal import Bar, folder_named, named_values, print_table, with_values
+from subquad.cli.terminal import Bar, as_text, folder_named, named_values, print_table, with_values
 from subquad.errors import InputError, OptionError, closest, load_extra
 
 _WORST = 10  # heads that are printed
@@ -84,7 +83,7 @@ def convert(
             results = run(plan, out, resume=resume, fresh=fresh, on_progress=bar.show)
         except KeyboardInterrupt:
             Console(stderr=True).print(
-                f"Stopped. What was done is kept in {escape(str(out))}; the same command with --resume continues.",
+                f"Stopped. What was done is kept in {as_text(out)}; the same command with --resume continues.",
                 soft_wrap=True,
             )
             raise typer.Exit(130) from None
@@ -176,7 +175,7 @@ def _print(results: Any, paths: list[Path]) -> None:
     from subquad.report.conversion import headline, heads, summary
 
     console = Console(highlight=False)
-    console.print(escape(headline(results)), style="bold", soft_wrap=True)
+    console.print(as_text(headline(results)), style="bold", soft_wrap=True)
     if results.last is not None:
         print_table(console, summary(results))
     if results.last is not None and results.last.heads:
@@ -184,4 +183,4 @@ def _print(results: Any, paths: list[Path]) -> None:
         print_table(console, heads(results, _WORST))
     if not any(paths[0].glob("tokenizer*")):
         console.print("The model has no tokenizer, so none was saved.", style="dim", soft_wrap=True)
-    console.print(escape("Written: " + ", ".join(map(str, paths))), soft_wrap=True)
+    console.print(as_text("Written: " + ", ".join(map(str, paths))), soft_wrap=True)

@@ -8,6 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from subquad.runs.typed_json import printable
+
+
+def for_terminal(text: str) -> str:
+    """A model or its tokenizer could make text that controls a terminal; in a file or a pipe it is left as it is."""
+    return printable(text) if sys.stdout.isatty() else text
+
 
 def generate(
     model: Annotated[str, typer.Argument(help="A folder with any language model, converted or not; or a name on the hub.")],
@@ -43,7 +50,7 @@ def generate(
         generator = TextGenerator.load(model, is_bytes=is_bytes, dtype=dtype)
 
     def print_piece(piece: str) -> None:
-        sys.stdout.write(piece)
+        sys.stdout.write(for_terminal(piece))
         sys.stdout.flush()
 
     with StopRequest() as stop:
@@ -51,7 +58,7 @@ def generate(
             text, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
             beyond_context=beyond_context, on_text=print_piece if stream else None, is_stopping=lambda: stop.requested,
         )  # fmt: skip
-    typer.echo("" if stream else generated.text)
+    typer.echo("" if stream else for_terminal(generated.text))
     cache = "no cache" if generated.state_bytes is None else f"a cache of {size(generated.state_bytes)}"
     count = f"{generated.tokens:,} token{'' if generated.tokens == 1 else 's'}"
     speed = f"{count}, {generated.tokens / generated.seconds:,.1f} per second, {cache}"

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from subquad.cli.terminal import as_text
 from subquad.families.base import Info
 from subquad.registry import info as info_of
 from subquad.registry import methods, resolve
@@ -76,7 +76,7 @@ def _descriptions(infos: list[Info]) -> Table:
     for info in infos:
         state = f", state {info.state}" if info.state else ""
         facts = f"{info.family} family, {info.engine} engine, {info.time} time{state}. {info.paper}"
-        table.add_row(info.name, f"{escape(info.idea)}\n[dim]{escape(facts)}[/dim]")
+        table.add_row(info.name, f"{as_text(info.idea)}\n[dim]{as_text(facts)}[/dim]")
     return table
 
 

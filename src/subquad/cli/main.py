@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from subquad.cli.advise import advise
 from subquad.cli.compare import compare
@@ -16,9 +15,9 @@ from subquad.cli.convert import convert
 from subquad.cli.generate import generate
 from subquad.cli.list import list_methods
 from subquad.cli.show import show
+from subquad.cli.terminal import as_text
 from subquad.cli.train import train
 from subquad.errors import SubquadError
-from subquad.runs.typed_json import printable
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -53,5 +52,5 @@ def main() -> None:
     try:
         app()
     except SubquadError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {escape(printable(str(error)))}")
+        Console(stderr=True).print(f"[red]error:[/red] {as_text(error)}")
         sys.exit(2)

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from subquad.cli.terminal import with_values
+from subquad.cli.terminal import as_text, with_values
 from subquad.report import attention_map, render, save
 
 
@@ -38,4 +37,4 @@ def show(
     console = Console(highlight=False)
     console.print(render(shown, console))
     if out is not None:
-        console.print(f"Written to {escape(str(out))}.", soft_wrap=True)
+        console.print(f"Written to {as_text(out)}.", soft_wrap=True)

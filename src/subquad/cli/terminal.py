@@ -21,9 +21,15 @@ from subquad.errors import OptionError
 from subquad.families.base import Mechanism
 from subquad.registry import resolve
 from subquad.runs.progress import Progress
+from subquad.runs.typed_json import printable
 
 LINE_EVERY = 60.0  # seconds
 _MAX_WIDTH = 1_000  # characters of a table
+
+
+def as_text(value: object) -> str:
+    """`value` for rich to print as it is: no markup, and no characters that a terminal obeys."""
+    return escape(printable(str(value)))
 
 
 class Bar:
@@ -72,9 +78,9 @@ def print_table(console: Console, table: Any) -> None:
     """Print a table of a report (`subquad.report.tables.Table`): the first column is text, the others are numbers."""
     found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column, heading in enumerate(table.headings):
-        found.add_column(escape("\n".join(heading.split())), justify="right" if column else "left", no_wrap=True)
+        found.add_column(as_text("\n".join(heading.split())), justify="right" if column else "left", no_wrap=True)
     for row in table.rows:
-        found.add_row(*(escape(cell.text) for cell in row))
+        found.add_row(*(as_text(cell.text) for cell in row))
     print_whole(console, found)
 
 

@@ -11,10 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from subquad.cli.terminal import Bar, folder_named, named_values, print_table, print_whole, with_values
+from subquad.cli.terminal import Bar, as_text, folder_named, named_values, print_table, print_whole, with_values
 from subquad.errors import InputError, MissingExtraError
 from subquad.families.base import Mechanism
 from subquad.registry import resolve
@@ -101,7 +100,7 @@ def train(
             )  # fmt: skip
         except KeyboardInterrupt:
             Console(stderr=True, quiet=not is_first).print(
-                f"Stopped. The run is kept in {escape(str(folder))}; the same command with --resume continues it.",
+                f"Stopped. The run is kept in {as_text(folder)}; the same command with --resume continues it.",
                 soft_wrap=True,
             )
             raise typer.Exit(130) from None
@@ -154,7 +153,7 @@ def _list_tasks() -> None:
     for task in TASKS.values():
         info = task.info
         data = f" [dim]({info.source})[/dim]" if info.source else ""
-        table.add_row(info.name, escape(info.idea) + data, info.kind, info.metric)
+        table.add_row(info.name, as_text(info.idea) + data, info.kind, info.metric)
     print_whole(Console(highlight=False), table)
 
 
@@ -167,7 +166,7 @@ def _written(results: Any, folder: Path) -> list[Path]:
         write_training_page(results, folder / "report.html")
         files.append(folder / "report.html")
     except MissingExtraError as error:
-        Console(stderr=True).print(f"[yellow]no report:[/yellow] {escape(str(error))}")
+        Console(stderr=True).print(f"[yellow]no report:[/yellow] {as_text(error)}")
     return files
 
 
@@ -177,10 +176,10 @@ def _print(console: Console, results: Any, places: list[Path]) -> None:
     print_table(console, summary(results))
     for record in results.records:
         if record.why:
-            console.print(f"{record.method}: {record.status}. {escape(record.why)}", style="dim", soft_wrap=True)
+            console.print(f"{record.method}: {record.status}. {as_text(record.why)}", style="dim", soft_wrap=True)
         elif record.losses:
             console.print(f"{record.method:<16}{_sparkline([loss for _, loss in record.losses], 40)}", style="dim")
-    console.print(escape("Written: " + ", ".join(map(str, places))), soft_wrap=True)
+    console.print(as_text("Written: " + ", ".join(map(str, places))), soft_wrap=True)
 
 
 def _sparkline(values: Sequence[float], width: int = 12) -> str:

@@ -43,6 +43,16 @@ class Reader(ABC):
         return damage.damage_json(path, chance) if is_json else damage.damage_bytes(path, chance)
 
 
+class TensorReader(Reader):
+    """One file that `torch.save` wrote."""
+
+    def spoil(self, files: list[Path], mark: Path, chance: random.Random) -> Damage:
+        how = chance.choice(["bytes", "pickle", "tensors", "tensors", "tensors"])
+        if how == "pickle":
+            return payloads.write_pickle(files[0], mark, chance)
+        return spoil_tensors(files[0], chance) if how == "tensors" else super().spoil(files, mark, chance)
+
+
 def command(*arguments: str) -> None:
     """Run a command of the command line in this process, and raise its error."""
     done = CliRunner().invoke(app, list(arguments))

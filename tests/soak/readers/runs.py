@@ -36,7 +36,7 @@ from subquad.training.plan import class_path
 from tests.report.made_up import made_up
 from tests.soak import payloads
 from tests.soak.damage import Damage
-from tests.soak.readers.base import SAVED, Reader, command, convert, converted, kept, spoil_tensors
+from tests.soak.readers.base import SAVED, Reader, TensorReader, command, convert, converted, kept
 
 
 class Comparison(Reader):
@@ -120,18 +120,12 @@ class Conversion(Reader):
             print_conversion(results, write_conversion(results, folder / "run", True))
 
 
-class RepairCheckpoint(Reader):
+class RepairCheckpoint(TensorReader):
     """The checkpoint of a stage of repair."""
 
     def prepare(self, folder: Path, chance: random.Random) -> list[Path]:
         shutil.copytree(_repaired(), folder / "repair")
         return [folder / "repair" / "small.pt"]
-
-    def spoil(self, files: list[Path], mark: Path, chance: random.Random) -> Damage:
-        how = chance.choice(["bytes", "pickle", "tensors", "tensors", "tensors"])
-        if how == "pickle":
-            return payloads.write_pickle(files[0], mark, chance)
-        return spoil_tensors(files[0], chance) if how == "tensors" else super().spoil(files, mark, chance)
 
     def read(self, folder: Path, chance: random.Random) -> None:
         repair(folder / "repair")

@@ -16,7 +16,7 @@ from subquad.runs import checkpoints
 from subquad.runs.tensor_file import read_tensors
 from tests.soak import payloads
 from tests.soak.damage import Damage
-from tests.soak.readers.base import SAVED, Reader, command, converted, spoil_tensors
+from tests.soak.readers.base import SAVED, Reader, TensorReader, command, converted, spoil_tensors
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 _MECHANISMS: dict[str, Any] = {
@@ -89,18 +89,12 @@ class Inputs(Reader):
             saved_inputs(folder / name)
 
 
-class States(Reader):
+class States(TensorReader):
     """Decode states that were saved."""
 
     def prepare(self, folder: Path, chance: random.Random) -> list[Path]:
         shutil.copy(SAVED / "states.pt", folder)
         return [folder / "states.pt"]
-
-    def spoil(self, files: list[Path], mark: Path, chance: random.Random) -> Damage:
-        how = chance.choice(["bytes", "pickle", "tensors", "tensors", "tensors"])
-        if how == "pickle":
-            return payloads.write_pickle(files[0], mark, chance)
-        return spoil_tensors(files[0], chance) if how == "tensors" else super().spoil(files, mark, chance)
 
     def read(self, folder: Path, chance: random.Random) -> None:
         saved = read_tensors(folder / "states.pt")
