@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -71,8 +72,8 @@ def build(part, out):
     target = out / f"kernels-{part}-{fingerprint[:12]}" / f"kernels.{kind}.so"
     if target.exists():
         return target.parent
-    objects = target.parent / "objects"
-    objects.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    objects = Path(tempfile.mkdtemp(dir=target.parent))  # several processes may build at once
     sanitize = [f"-fsanitize={part}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1"]
     flags = next(kinds[kind] for kinds in KINDS.values() if kind in kinds)
     flags = [
@@ -91,11 +92,11 @@ def build(part, out):
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = list(pool.map(compiled, sources))
-    unfinished = target.with_suffix(".part")
+    unfinished = objects / target.name
     openmp = [] if part == "thread" else ["-fopenmp"]
     run([compiler(), "-shared", f"-fsanitize={part}", *openmp, *made, "-o", str(unfinished)])
-    shutil.rmtree(objects)
     os.replace(unfinished, target)
+    shutil.rmtree(objects)
     return target.parent
 
 
