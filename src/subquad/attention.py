@@ -22,7 +22,7 @@ from subquad.engines.state_spec import StateSpec
 from subquad.errors import InputError, OptionError
 from subquad.families.base import Mechanism, Sizes
 from subquad.families.recomputation import BufferHistory, is_recomputing
-from subquad.ops.precision import is_finite, needs_gradient
+from subquad.ops.precision import all_finite, needs_gradient
 from subquad.registry import require, resolve
 from subquad.state import State, checked, is_checked
 
@@ -219,10 +219,8 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
         checks.state(call.state, method, call.key, call.value)
         if not is_checked(call.state):
             _check_tensors(call.state, mechanism.state_spec(call))
-    learned = (
-        () if "functional" in needs else call.weights.values()
-    )  # a function has none, and torch.compile sees a constant there
-    spoiled = _spoiled_pads(call, learned)
+    # A function has no learned weights, and torch.compile sees a constant there.
+    spoiled = _spoiled_pads(call, () if "functional" in needs else call.weights.values())
     if spoiled is not None:
         call = replace(call, query=call.query.masked_fill(spoiled, 0))
     with _without_autocast(call.query.device):
@@ -269,7 +267,7 @@ def _spoiled_pads(call: Call, learned: Iterable[Tensor]) -> Tensor | None:
     query, real = call.query, call.key_padding_mask
     if real is None or query.shape[2] != real.shape[1]:
         return None
-    if not needs_gradient(query, call.key, call.value, *learned) or is_finite(query):
+    if not needs_gradient(query, call.key, call.value, *learned) or all_finite(query):
         return None
     return ~(query.isfinite().all(-1, keepdim=True) | real[:, None, :, None])
 

@@ -75,8 +75,6 @@ class RFA(Kernelized):
         self._require_rows("features")
         self._require_flag("gated")
         self._require_positive("floor")
-        if self.floor > 1e30:
-            self._refuse("floor", "must be at most 1e30, so that float32 can hold it")
         self._require_seed()
 
     @property

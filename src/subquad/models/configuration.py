@@ -18,7 +18,7 @@ from subquad.registry import require
 
 POSITIONS = ("rotary", "sinusoidal", "learned", "relative_bias", "alibi", "none")
 BIASES = ("relative_bias", "alibi")  # positions that add to the scores
-_LARGEST, _MOST_LAYERS = 2**31 - 1, 2**16
+_MOST_IDS, _MOST_LAYERS = 2**31 - 1, 2**16
 _FLOATS = {"norm_eps": (0, "above 0"), "initializer_range": (0, "above 0"), "rope_theta": (1, "above 1, such as 10000.0")}
 _CHOICES = {
     "position": POSITIONS,
@@ -188,9 +188,8 @@ class SubquadConfig(PreTrainedConfig):
         given = sizes + [name for name in optional if getattr(self, name) is not None]
         checks.sizes(**{name: getattr(self, name) for name in given})
         for name in given:
-            most = _MOST_LAYERS if name.endswith("_layers") else _LARGEST
-            if getattr(self, name) > most:
-                raise InputError(f"{name} must be at most {most:,}; got {shown(getattr(self, name))}.")
+            if name.endswith("_layers") and getattr(self, name) > _MOST_LAYERS:
+                raise InputError(f"{name} must be at most {_MOST_LAYERS:,}; got {shown(getattr(self, name))}.")
         checks.dropout(self.dropout)
         checks.dropout(self.attention_dropout, "attention_dropout")
         for name, (least, rule) in _FLOATS.items():
@@ -225,7 +224,7 @@ class SubquadConfig(PreTrainedConfig):
         named = {"bos_token_id": [self.bos_token_id], "eos_token_id": ends, "pad_token_id": [self.pad_token_id]}
         named["decoder_start_token_id"] = [self.decoder_start_token_id]
         for name, values in named.items():
-            above = self.vocab_size if name == "pad_token_id" and self.vocab_size is not None else _LARGEST
+            above = self.vocab_size if name == "pad_token_id" and self.vocab_size is not None else _MOST_IDS
             for value in values:
                 is_id = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < above
                 if value is not None and not is_id:

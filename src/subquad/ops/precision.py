@@ -24,7 +24,7 @@ def has_nan(x: Tensor) -> bool:
     return total is not None and math.isnan(total)
 
 
-def is_finite(x: Tensor) -> bool:
+def all_finite(x: Tensor) -> bool:
     """Whether all of `x` is finite; False where that is unknown, or where the sum overflows."""
     total = _total(x)
     return total is not None and math.isfinite(total)
