@@ -65,8 +65,10 @@ void map_features(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Ind
             }
             case RELU:
                 for (Index j = 0; j < p.F; j += LANES<T>) {
-                    const Vector<T> v = vector(row + j);
-                    vector(row + j) = (v < T(0) ? Vector<T>{} : v) + T(RELU_SHIFT);  // keeps a NaN
+                    const Vector<T> v = vector(row + j), sum = (v < T(0) ? Vector<T>{} : v) + T(RELU_SHIFT);  // keeps a NaN
+                    // However small v is, its feature is above the shift: that is how the gradient knows its sign.
+                    const Vector<T> above = Vector<T>{} + std::nextafter(T(RELU_SHIFT), T(1));
+                    vector(row + j) = v > T(0) ? (sum > T(RELU_SHIFT) ? sum : above) : sum;
                 }
                 break;
             case TRIGONOMETRIC:

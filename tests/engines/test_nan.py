@@ -116,3 +116,14 @@ def test_gradients_of_other_sequences_stay(case):
         expected, found = (gradients(case, given, upstream, is_causal=is_causal)[:4] for given in (clean, x))
         for theirs, ours in zip(expected, found, strict=True):
             assert torch.equal(theirs[1], ours[1])
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+@torch.no_grad()
+def test_a_query_of_few_keys_shows_its_nan(length):
+    """PyTorch's fused attention makes a number of it; the fallback must not."""
+    query, key, value = torch.randn(3, 1, 1, length, 8).unbind(0)
+    query[0, 0, -1, 0] = math.nan
+    with dispatch.disabled():
+        for method in (sq.Local(window=3), sq.SparseStrided(), sq.BigBird(block=6, random=1, globals=0)):
+            assert sq.attention(query, key, value, method)[0, 0, -1].isnan().all(), method

@@ -1,6 +1,7 @@
 """The theory of FAVOR+, on the features that the engine uses: unbiased, with the mean squared errors of the papers."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import subquad as sq
 from subquad.families.random_features import gaussian, orthogonal
 from subquad.mechanisms.performer import features, measure_p
+from subquad.ops import dispatch
 
 DIM, DRAWS = 4, 1_000_000
 X = torch.tensor([[0.15, -0.25, 0.2, 0.05]], dtype=torch.float64)
@@ -149,3 +151,22 @@ def test_a_large_later_key_does_not_drown_the_earlier_ones():
     k[:, :, 100:] *= 12
     early = sq.attention(q[:, :, :100], k[:, :, :100], v[:, :, :100], "performer", is_causal=True)
     torch.testing.assert_close(sq.attention(q, k, v, "performer", is_causal=True)[:, :, :100], early)
+
+
+@pytest.mark.parametrize("kind", ["positive", "hyperbolic", "trig", "favor++"])
+def test_the_reference_stays_in_range_where_the_engine_does(kind):
+    q, k, v = (10 * torch.randn(1, 1, 5, 64, dtype=torch.float64) for _ in range(3))
+    performer = sq.Performer(kind=kind, features=16, p=1.0 if kind == "favor++" else None)
+    module = performer.build(heads=1, head_dim=64).double()
+    truth = sq.reference.attention(performer, q, k, v, weights=dict(module.named_buffers()))
+    assert (truth.abs().sum(-1) > 0).all()
+    torch.testing.assert_close(module(q, k, v), truth)
+
+
+@pytest.mark.parametrize("body", [nullcontext, dispatch.disabled], ids=["compiled", "fallback"])
+def test_relu_features_of_tiny_keys_have_gradients(body):
+    q, k, v = torch.randn(3, 1, 2, 9, 8).unbind(0)
+    k = (k * 1e-30).requires_grad_()
+    with body():
+        (grad,) = torch.autograd.grad(sq.attention(q, k, v, sq.Performer(kind="relu", features=16)).sum(), k)
+    assert (grad.abs().amax(-1) > 0).all()

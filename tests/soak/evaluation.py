@@ -19,7 +19,8 @@ FUSED_UNITS = 20.0  # the exponential of PyTorch's fused attention in float32 is
 def is_fused(prepared: Prepared) -> bool:
     """Whether PyTorch's fused attention takes part."""
     engine, spec = prepared.mechanism.info.engine, prepared.spec
-    has_global_rows = getattr(prepared.mechanism, "global_projections", False)
+    options = prepared.mechanism
+    has_global_rows = spec.has_global_mask or getattr(options, "num_global", 0) or getattr(options, "globals", 0)
     return engine in ("dense", "low_rank") or (
         engine in ("block_sparse", "bucketed") and (spec.pieces is not None or has_global_rows)
     )

@@ -23,7 +23,8 @@ from subquad.testing import ROUNDING
 FACTOR = 2.0
 SAMPLES = 48  # of random rounding, before a row is at fault; most need one
 
-EDGE = torch.finfo(torch.float32).max / 64  # the same operations in another order may overflow in float32 beyond this
+# The same operations in another order may overflow in float32 above the one, and underflow below the other.
+EDGE, LOWER_EDGE = torch.finfo(torch.float32).max / 64, torch.finfo(torch.float32).tiny * 64
 
 # What rounds; all other operations choose, move or compare numbers.
 ROUNDED = {
@@ -37,7 +38,8 @@ class RandomRounding(TorchDispatchMode):
     """Changes the result of every operation by up to `units` in its last place: for sums, of the sum of the magnitudes.
 
     The change is a hash. With even seeds it is one of the number, so that equal numbers are rounded alike, as one program does it, and
-    their errors add up; with odd seeds one of its place, since another program may compute equal numbers in different ways.
+    their errors add up; with odd seeds one of its place, since another program may compute equal numbers in different ways. With odd
+    seeds what is about to underflow is 0, too: the compiled kernels have no denormal numbers.
     """
 
     def __init__(self, seed: int, units: float) -> None:
@@ -66,6 +68,8 @@ class RandomRounding(TorchDispatchMode):
         rounded = (exact + noise * self.units * torch.finfo(x.dtype).eps * spread).to(x.dtype)
         if x.dtype not in (torch.float32, torch.bfloat16):
             return rounded
+        if self.seed % 2 and x.dtype == torch.float32:
+            rounded = torch.where(rounded.abs() < LOWER_EDGE, 0.0, rounded)
         return torch.where(spread > EDGE, torch.inf, rounded)
 
     def _spread(self, name: str, out: Tensor, args: tuple[Any, ...]) -> Tensor:

@@ -21,6 +21,7 @@ class PartProgress:
     Args:
         counts: by label, value and verdict, how many cases; the label "" has all of them.
         findings: what the cases returned, with their index.
+        commits: of the code that ran them, the latest last.
     """
 
     part: str
@@ -30,6 +31,7 @@ class PartProgress:
     seconds: float = 0.0  # of all workers together
     counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     findings: list[dict[str, Any]] = field(default_factory=list)
+    commits: list[str] = field(default_factory=list)
 
     @property
     def done(self) -> int:

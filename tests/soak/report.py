@@ -46,6 +46,7 @@ def summary(progress: PartProgress) -> dict[str, Any]:
         classes[finding_class(finding)] = classes.get(finding_class(finding), 0) + 1
     return {
         "command": f"python -m tests.soak --part {progress.part} --seed {progress.seed} --cases {progress.done}",
+        "commits": progress.commits,
         "cases": progress.done,
         "seconds": round(progress.seconds, 1),
         "verdicts": {verdict: progress.verdicts.get(verdict, 0) for verdict in VERDICTS},
@@ -123,10 +124,10 @@ def _summary(results: dict[str, Any]) -> str:
     body = []
     for part, found in results["parts"].items():
         verdicts = [found["verdicts"][verdict] for verdict in VERDICTS]
-        body.append([TITLES[part], found["cases"], *verdicts, f"`{found['command']}`"])
+        body.append([TITLES[part], found["cases"], *verdicts, f"`{found['command']}`", ", ".join(found["commits"])])
     machine = results["machine"]
-    where = f"{machine['processor']}, {machine['cores']} cores, PyTorch {machine['torch']}, commit {machine['commit']}"
-    return _table(["part", "cases", *VERDICTS, "command"], body) + f"\nOn {where}.\n"
+    where = f"{machine['processor']}, {machine['cores']} cores, PyTorch {machine['torch']}"
+    return _table(["part", "cases", *VERDICTS, "command", "commit"], body) + f"\nOn {where}.\n"
 
 
 def _table(head: list[str], body: list[list[Any]]) -> str:

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from subquad.runs.machine import describe_machine
 from subquad.runs.stop import StopRequest
 from subquad.runs.worker import Worker, why_ended
 from tests.soak import FINDINGS, PARTS
@@ -97,6 +98,8 @@ def run_part(settings: Settings, on_result: Callable[[PartProgress], object] = l
     module = import_module(settings.module or PARTS[settings.part])
     settings.folder.mkdir(parents=True, exist_ok=True)
     progress = records.load(settings.out, settings.part, settings.seed)
+    commit = describe_machine()["commit"]
+    progress.commits = [*(c for c in progress.commits if c != commit), commit]
     environment = module.environment(settings.part, settings.out) if hasattr(module, "environment") else {}
     _Run(settings, module, environment, progress, on_result).run()
     return progress

@@ -10,6 +10,9 @@ nothing overflows and no early key vanishes behind a later one.
 Causal sums are computed chunk by chunk. Queries and keys of one chunk are compared in a small masked product; everything before
 the chunk enters through the sums. Cost: O(N (C + m) Dv) time for chunks of C tokens, and one (m, Dv) sum per chunk.
 
+Where features may be negative, the sums of a few keys may cancel almost completely. Up to `_FEW_KEYS` of them are weighed pair
+by pair instead: numerator and denominator then have the same weights, and rounding cannot take them apart.
+
 B batch, H query heads, K key-value heads, G = H / K query heads per key-value head, N queries, M keys, D channels, Dv value
 channels, m features, n tokens of a piece, c chunks of C tokens.
 """
@@ -48,6 +51,7 @@ from subquad.state import StateTensors
 # A long sequence is processed in pieces: small enough to stay in cache, large enough that calls into PyTorch cost little.
 _PIECE_FEATURES = 2**18  # features per piece, but
 _MIN_PIECE_ROWS = 2**11  # at least this many rows, that is tokens times heads
+_FEW_KEYS = 32  # fewer than there are features, as a rule: weighing pairs costs no more than the sums
 
 
 def attend(call: Call, rule: KernelizedRule) -> tuple[Tensor, StateTensors | None]:
@@ -56,7 +60,11 @@ def attend(call: Call, rule: KernelizedRule) -> tuple[Tensor, StateTensors | Non
         raise InputError("a decay acts along the sequence, so it needs is_causal=True; got is_causal=False.")
     inputs = Inputs(call.query, call.key, call.value, call.key_padding_mask, call.is_causal)
     sums: Sums = dict(call.past or {})  # type: ignore[arg-type]
-    if not _can_use_compiled(inputs, rule, sums, call.return_state):
+    if _cancels(inputs, rule, sums):
+        out = _attend_to_few(inputs, rule)
+        if call.return_state:
+            _attend_in_pytorch(inputs, rule, sums)
+    elif not _can_use_compiled(inputs, rule, sums, call.return_state):
         out = _attend_in_pytorch(inputs, rule, sums)
     else:
         if rule.feature_map.projection is not None and needs_gradient(*inputs[:3], *rule.feature_map.weights):
@@ -78,6 +86,13 @@ def state_spec(call: Call, rule: KernelizedRule) -> StateSpec:
     if rule.normalizer == "mean":
         spec["count"] = TensorSpec((1, 1, 1), dtype, range=(0, call.seen))
     return spec
+
+
+def _cancels(inputs: Inputs, rule: KernelizedRule, sums: Sums) -> bool:
+    """Whether the queries see all of a few keys, and nothing else, through features that may be negative."""
+    keys = inputs.key.shape[2]
+    sees_all = not inputs.is_causal or keys == 1
+    return rule.feature_map.is_signed and rule.has_ones and not sums and sees_all and 0 < keys <= _FEW_KEYS
 
 
 def _can_use_compiled(inputs: Inputs, rule: KernelizedRule, sums: Sums, return_state: bool) -> bool:
@@ -127,6 +142,18 @@ class _CompiledAttention(torch.autograd.Function):
         names = ("S", "count" if rule.normalizer == "mean" else "level")
         grads = compiled.backward(grad, inputs, rule, out, denominators, dict(zip(names, sums, strict=False)))
         return *(g.to(x.dtype) for g, x in zip(grads, inputs[:3], strict=True)), None, None, None
+
+
+def _attend_to_few(inputs: Inputs, rule: KernelizedRule) -> Tensor:
+    """The output (B, H, N, Dv), from the weight of each pair."""
+    keys = _map_keys(_Tokens(inputs.key, inputs.value, inputs.mask, None, rule.write), rule)
+    groups = upcast(inputs.query).unflatten(1, (inputs.key.shape[1], -1))  # (B, K, G, N, D)
+    assert keys.f is not None
+    weights = rule.feature_map.query(rule.feature_map.project(groups.flatten(2, 3))) @ keys.f.mT  # (B, K, G N, M)
+    if keys.b is not None:
+        top = keys.b.detach().amax(2, keepdim=True)
+        weights = weights * (keys.b - top.masked_fill(top == NO_LEVEL, 0)).exp().mT
+    return _normalize(weights @ keys.value, None, rule).unflatten(2, groups.shape[2:4]).flatten(1, 2)
 
 
 def _attend_in_pytorch(inputs: Inputs, rule: KernelizedRule, sums: Sums) -> Tensor:

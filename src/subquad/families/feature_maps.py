@@ -42,7 +42,7 @@ def unit_vectors(x: Tensor) -> Tensor:
     largest = torch.maximum(x.detach().amax(-1, keepdim=True), -x.detach().amin(-1, keepdim=True))
     x = x / largest.masked_fill(largest == 0, 1.0)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.masked_fill(norm == 0, 1.0)
+    return (x / norm.masked_fill(norm == 0, 1.0)).masked_fill(largest == 0, 0.0)
 
 
 def require_positive_scale(scale: float | None, method: str) -> None:

@@ -117,6 +117,7 @@ class Performer(Kernelized):
             features=self.features * (2 if self.kind in ("hyperbolic", "trig") else 1),
             weights=(w,),
             native=native_map(w, self.kind, scale, self.p),
+            is_signed=self.kind == "trig",
         )
         return KernelizedRule(feature_map=feature_map)
 

@@ -119,6 +119,7 @@ class RFA(Kernelized):
             features=2 * self.features,
             weights=(w,),
             native=None if self.gated else NativeMap("trigonometric", scale=factor, weight=w),
+            is_signed=True,
         )
         log_gate = self._log_gate(call) if self.gated else None
         return KernelizedRule(

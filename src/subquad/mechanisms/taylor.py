@@ -3,12 +3,13 @@
     o_i = sum_j (1 + q^_i . k^_j) v_j / sum_j (1 + q^_i . k^_j),    x^ = x / |x|
 
 that is phi(x) = [x^, 1]. Li et al., 2020. O((N + M) D Dv) time. All weights are at least 0; a zero vector has x^ = 0. If a
-query points away from all its keys, all weights are close to 0 and the quotient loses precision.
+query points away from all its keys, and they are not few (see `subquad.engines.kernelized`), all weights are close to 0 and the
+quotient loses precision.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -42,7 +43,8 @@ class Taylor(Kernelized):
     info: ClassVar[Info] = INFO
 
     def rule(self, call: Call) -> KernelizedRule:
-        return KernelizedRule(feature_map=FeatureMap.symmetric(_phi, call.key.shape[-1] + 1, NativeMap("unit")))
+        feature_map = FeatureMap.symmetric(_phi, call.key.shape[-1] + 1, NativeMap("unit"))
+        return KernelizedRule(feature_map=replace(feature_map, is_signed=True))
 
 
 def _phi(x: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class FeatureMap:
         projection: applied to queries and keys (B, K, n, D) before `query` and `key`; None for nothing.
         weights: the tensors that these functions read. Those that a projection reads can be trained with the compiled kernel.
         native: the same map, projection included, in the compiled kernel; None if the kernel does not have it.
+        is_signed: features may be negative, so that the sums over keys cancel.
     """
 
     query: Callable[[Tensor], Tensor]
@@ -58,6 +59,7 @@ class FeatureMap:
     projection: Callable[[Tensor], Tensor] | None = None
     weights: tuple[Tensor, ...] = ()
     native: NativeMap | None = None
+    is_signed: bool = False
 
     @classmethod
     def symmetric(cls, phi: Callable[[Tensor], Tensor], features: int, native: NativeMap | None = None) -> FeatureMap:

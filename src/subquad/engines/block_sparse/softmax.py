@@ -9,8 +9,9 @@ with PyTorch's fused kernel and merges the results. It reads keys through overla
 backward pass recomputes the weights of each tile from `l` and the merged output (Dao et al., 2022, arXiv:2205.14135), so memory
 stays linear.
 
-The fused kernel adds a mask to the scores, which makes NaN of a masked score that has overflowed or is NaN. The fallback then
-computes everything again with plain operations, which replace masked scores; under torch.compile it cannot.
+The fused kernel adds a mask to the scores, which makes NaN of a masked score that has overflowed or is NaN; and it makes a
+number of some scores that are NaN. The fallback then computes everything again with plain operations, which replace masked
+scores; under torch.compile it cannot.
 
 Z sequences, one per batch entry and key-value head, S subsequences of each, G query heads per key-value head, n queries, m
 keys, W channels; R = Z G rows of output, N queries each.
@@ -52,12 +53,13 @@ def attend(groups: Sequence[TileGroup], length: int, scale: float) -> tuple[Tens
         compiled = CompiledSoftmax.apply if needs_gradient(*inputs) else CompiledSoftmax.forward
         out, _, total = compiled(groups, length, scale, *inputs)
         return out, total == 0
+    is_nan = any(has_nan(x) for group in groups for x in (group.query, group.key))
     groups = [_gather_runs(group) for group in groups]
     inputs = differentiable(groups)
     # torch.compile takes a Function with setup_context only where a gradient is recorded.
     run = _MergedSoftmax.forward if torch.compiler.is_compiling() and not needs_gradient(*inputs) else _MergedSoftmax.apply
-    out, empty, _ = run(groups, length, scale, True, *inputs)
-    if has_nan(out):
+    out, empty, _ = run(groups, length, scale, not is_nan, *inputs)
+    if not is_nan and has_nan(out):
         out, empty, _ = run(groups, length, scale, False, *inputs)
     return out, empty
 
