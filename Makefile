@@ -73,8 +73,8 @@ bench: install
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/decode.py
 
-# Random calls, kills, damaged files and sanitizers, for a night: docs/reliability.md. Stop it and start it again: it resumes.
-# make soak SOAK="--minutes 480 --seed 0 --part cases"
+# The soak test: random calls, interrupted runs, damaged files and sanitizers; see docs/reliability.md. It takes hours; if it is
+# stopped, the next start resumes it. Options: make soak SOAK="--minutes 480 --seed 0 --part cases"
 soak: install
 	$(BIN)/python -m tests.soak $(SOAK)
 

@@ -58,7 +58,7 @@ def test_what_was_written_is_read(name):
         ("comparison", ["timings", 1], [{}], r"timings\[1\]\.method is missing"),
         ("comparison", ["timings", 1, "length"], [10**400], r"timings\[1\]\.length must be an integer of at most 64 bits"),
         ("comparison", ["timings", 1, "length"], [0], r"timings\[1\]\.length must be an integer from 1 to 1.67772e\+07; got 0"),
-        ("comparison", ["timings", 1, "more"], [1], r"timings\[1\] must have no other entries than method, .*; got 'more'"),
+        ("comparison", ["timings", 1, "more"], [1], r"timings\[1\] must have no entries other than method, .*; got 'more'"),
         ("comparison", ["facts", 1, "peak_bytes"], [-1], r"facts\[1\]\.peak_bytes must be an integer from 0 to"),
         ("comparison", ["machine", "cores"], [DEEP], r"machine\['cores'\] must be text or an integer"),
         ("comparison", ["machine"], [], "machine is missing"),

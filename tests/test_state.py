@@ -125,21 +125,21 @@ def test_threads_that_continue_one_state_do_not_disturb_each_other(method, at_on
 )
 def test_reorder_refuses(index):
     _, state = call("linear", torch.randn(2, 1, 3, 4))
-    with pytest.raises(sq.StateError, match="reorder takes"):
+    with pytest.raises(sq.StateError, match="index must"):
         state.reorder(index)
 
 
 def test_from_state_dict_refuses_what_is_not_one():
     _, state = call("linear", torch.randn(2, 1, 3, 4))
     for saved in ({"method": "linear"}, None, {**state.state_dict(), "parts": {}}, {**state.state_dict(), "parts": None}):
-        with pytest.raises(sq.StateError, match="a saved state has the entries"):
+        with pytest.raises(sq.StateError, match="a saved state must have the entries"):
             sq.State.from_state_dict(saved)
 
 
 @pytest.mark.parametrize("device", ["nonsense", torch.float16, 1.5])
 def test_to_takes_only_a_device(device):
     _, state = call("linear", torch.randn(2, 1, 3, 4))
-    with pytest.raises(sq.StateError, match="moves to a device"):
+    with pytest.raises(sq.StateError, match="device must be a device such as"):
         state.to(device)
 
 

@@ -134,17 +134,17 @@ class State:
         try:
             target = torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise StateError(f"a state moves to a device such as 'cpu' or 'cuda:0'; got {device!r}.") from error
+            raise StateError(f"device must be a device such as 'cpu' or 'cuda:0'; got {device!r}.") from error
         return self._map(lambda tensor: tensor.to(target))
 
     def reorder(self, index: Tensor) -> State:
         """The batch rows listed in `index` (any length, repeats allowed), as beam search needs."""
         if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
             came = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(index)
-            raise StateError(f"reorder takes a 1-D integer tensor of batch rows; got {came}.")
+            raise StateError(f"index must be a 1-D int32 or int64 tensor of batch rows; got {came}.")
         if index.numel() and not bool((index >= 0).all() & (index < self.batch).all()):
             raise StateError(
-                f"reorder takes rows 0 to {self.batch - 1}, since the state has batch size {self.batch}; got {index.tolist()}."
+                f"index must have rows from 0 to {self.batch - 1}, since the batch size is {self.batch}; got {index.tolist()}."
             )
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
@@ -163,8 +163,8 @@ class State:
         if not is_whole or set(saved) != {*_PLAIN, "tensors"}:
             came = ", ".join(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
             raise StateError(
-                f"a saved state has the entries {', '.join(_PLAIN)} and tensors; got {came}. "
-                "Pass what State.state_dict() returned."
+                f"a saved state must have the entries {', '.join(_PLAIN)} and tensors, a dictionary of at least one tensor; "
+                f"got {came}. Pass what State.state_dict() returned."
             )
         state = cls(**saved)
         require_plausible(state)
@@ -199,13 +199,13 @@ def checked(state: State) -> State:
 
 
 def derived(state: State, **changes: Any) -> State:
-    """`state` with changes that leave it as sound as it was, so that it needs no other check."""
+    """`state` with changes that leave it as sound as it was, so that it needs no new check."""
     new = replace(state, **changes)
     return checked(new) if state._is_checked else new
 
 
 def require_plausible(state: State) -> None:
-    """What holds for the states of all methods: kinds of values, and one batch size and device."""
+    """Check what holds for the states of all methods: the types of values, and one batch size and device."""
     _require(state, "method", "text", isinstance(state.method, str))
     for name in ("kv_heads", "head_dim", "value_dim"):
         _require(state, name, "an integer from 1 to 2**31 - 1", _is_integer(getattr(state, name), 1))
@@ -214,26 +214,30 @@ def require_plausible(state: State) -> None:
     )
     _require(state, "length", "an integer from 0 to 2**31 - 1", _is_integer(state.length, 0))
     if not isinstance(state.tensors, Mapping) or not state.tensors:
-        raise StateError(f"the tensors of a state must be a dictionary of at least one; got {shown(state.tensors)}. {REPAIR}")
+        raise StateError(
+            f"tensors of a state must be a dictionary of at least one tensor; got {shown(state.tensors)}. {REPAIR}"
+        )
     first = None
     for name, tensor in state.tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, (Tensor, GrowingTensor)):
-            raise StateError(f"a state maps names to tensors; got {shown(name)} and {type(tensor).__name__}. {REPAIR}")
+            raise StateError(
+                f"tensors of a state must map text to tensors; got {shown(name)}: {type(tensor).__name__}. {REPAIR}"
+            )
         found = rows(tensor)
         if found.layout != torch.strided or found.is_nested or not found.dim():
             raise StateError(
                 f"the tensor {name!r} of a state must be dense, with the batch as its first dimension; "
-                f"got {tuple(found.shape)} {found.layout}. {REPAIR}"
+                f"got shape {tuple(found.shape)} and layout {found.layout}. {REPAIR}"
             )
         first = found if first is None else first
         if found.shape[0] != first.shape[0] or found.device != first.device:
             raise StateError(
-                f"the tensors of a state must have one batch size and one device, {first.shape[0]} and {first.device}; "
-                f"got {found.shape[0]} and {found.device} in {name!r}. {REPAIR}"
+                f"the tensors of a state must all have the same batch size and device, {first.shape[0]} and {first.device}; "
+                f"got {found.shape[0]} and {found.device} for {name!r}. {REPAIR}"
             )
 
 
-REPAIR = "Pass a state as a call returned it, or to from_state_dict what its state_dict() returned."
+REPAIR = "Pass a state that a call returned, or rebuild one with State.from_state_dict from what its state_dict() returned."
 
 
 def _require(state: State, name: str, rule: str, holds: bool) -> None:

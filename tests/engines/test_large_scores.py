@@ -184,3 +184,19 @@ def test_no_nan_appears_on_the_way_back(case, body):
                 out.square().sum(), [x.query, x.key, x.value], allow_unused=True, materialize_grads=True
             )
         assert all(g.isfinite().all() for g in (out, *grads))
+
+
+@both_bodies
+@pytest.mark.parametrize("mechanism", [sq.SparseFixed(stride=64), sq.Local(window=4), sq.SparseStrided(stride=7)], ids=str)
+def test_gradients_of_scores_that_cannot_be_counted(mechanism, body):
+    """Their rounding error is far above 1, and one weight is 1."""
+    x = large(15, 1e30, 1.0, key=0)
+    value = x.value.detach().requires_grad_()
+    exact = value.detach().double().requires_grad_()
+    with body():
+        out = sq.attention(x.query, x.key, value, mechanism)
+    expected = sq.reference.attention(mechanism, x.query.double(), x.key.double(), exact)
+    upstream = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, value, upstream)
+    (right,) = torch.autograd.grad(expected, exact, upstream.double())
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)

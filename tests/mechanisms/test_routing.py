@@ -6,6 +6,7 @@ from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 import subquad as sq
+from subquad.ops import dispatch
 from tests.harness import inputs
 
 
@@ -170,3 +171,16 @@ def test_checkpointing_in_evaluation_after_training(use_reentrant):
         assert torch.equal(layer.mechanism.centroids, before)
         gradients.append(x.grad)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_shared_heads_are_added_in_full_precision():
+    """In bfloat16, those of a key-value head equal the ones in float32, rounded once."""
+    module = sq.Routing(clusters=1, chunk=33).build(heads=8, kv_heads=1, head_dim=16)
+    query, key, value = (torch.randn(1, heads, 19, 16).bfloat16() for heads in (8, 1, 1))
+    grads = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x = value.to(dtype).requires_grad_()
+        with dispatch.disabled():
+            out = module(query.to(dtype), key.to(dtype), x)
+        grads += torch.autograd.grad(out.float().sum(), x)
+    assert torch.equal(grads[0], grads[1].bfloat16())

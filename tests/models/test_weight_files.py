@@ -1,4 +1,4 @@
-"""Weights come from whole safetensors files alone; each refusal names the file, and no pickle is ever loaded."""
+"""Weights come only from valid safetensors files; each refusal names the file, and no pickle is ever loaded."""
 
 import json
 import pickle
@@ -60,7 +60,9 @@ def test_a_damaged_file_is_named(folder, load, damage):
         "length": b"\xff" * 8 + whole[8:],
     }[damage]
     path.write_bytes(content)
-    with pytest.raises(sq.InputError, match=r"model/model\.safetensors is not a whole safetensors file: .*\. Get it again\.$"):
+    with pytest.raises(
+        sq.InputError, match=r"model/model\.safetensors is not a valid safetensors file: .*\. Get a new copy\.$"
+    ):
         load(folder)
 
 
@@ -70,7 +72,7 @@ def test_weights_in_several_files(folder, model, load):
     assert all(torch.equal(a, b) for a, b in zip(load(folder).state_dict().values(), model.state_dict().values(), strict=True))
     path = folder / "part-1.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(sq.InputError, match=r"part-1\.safetensors is not a whole safetensors file"):
+    with pytest.raises(sq.InputError, match=r"part-1\.safetensors is not a valid safetensors file"):
         load(folder)
 
 
@@ -81,8 +83,8 @@ def test_weights_in_several_files(folder, model, load):
         ("{", "is not valid JSON"),
         ("[]", "weight_map must be an object; got None"),
         ('{"weight_map": {"a": 3}}', r"weight_map\['a'\] must be text; got 3"),
-        ('{"weight_map": {"a": "part.bin"}}', "must name safetensors files beside it; got 'part.bin'"),
-        ('{"weight_map": {"a": "../part.safetensors"}}', r"must name safetensors files beside it; got '\.\./part"),
+        ('{"weight_map": {"a": "part.bin"}}', "must name only safetensors files beside it; got 'part.bin'"),
+        ('{"weight_map": {"a": "../part.safetensors"}}', r"must name only safetensors files beside it; got '\.\./part"),
         ('{"weight_map": {"a": "part-7.safetensors"}}', "cannot be loaded: there is no 'metadata'"),
         ('{"weight_map": {"a": "part-7.safetensors"}, "metadata": {}}', "cannot be loaded: .*part-7"),
     ],
@@ -104,7 +106,7 @@ def test_no_pickle_is_loaded(folder, load, name, is_plain, tmp_path):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(weights, name)}))
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / name) if is_plain else (folder / name).write_bytes(pickle.dumps(Touch(touched)))
-    with pytest.raises(sq.InputError, match=rf"{name}.* Save the model as safetensors where you trust it"):
+    with pytest.raises(sq.InputError, match=rf"{name}.* If you trust the model, load it with transformers"):
         load(folder)
     assert not touched.exists()
 
@@ -119,7 +121,7 @@ def test_an_adapter_does_not_lead_to_another_model(folder, load):
 @pytest.mark.parametrize("load", LOADERS)
 @pytest.mark.parametrize("name", ["use_safetensors", "weights_only"])
 def test_pickles_cannot_be_asked_for(folder, load, name):
-    with pytest.raises(sq.InputError, match=rf"from safetensors alone; got {name}=False\. Leave it out"):
+    with pytest.raises(sq.InputError, match=rf"only from safetensors; got {name}=False\. Omit it"):
         load(folder, **{name: False})
 
 

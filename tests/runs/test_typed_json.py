@@ -80,7 +80,7 @@ def test_what_fits_becomes_objects():
         (["cells"], {}, "cells must be a list; got {}"),
         (["cells", 0], [], r"cells\[0\] must be an object; got \[\]"),
         (["cells", 0, "kind"], [], r"cells\[0\].kind must be one of 'a', 'b'; got \[\]"),
-        (["cells", 0, "other"], 1, r"cells\[0\] must have no other entries than kind, rounds, figure; got 'other'"),
+        (["cells", 0, "other"], 1, r"cells\[0\] must have no entries other than kind, rounds, figure; got 'other'"),
         (["cells", 0, "rounds", 1, 0], 0, r"cells\[0\].rounds\[1\]\[0\] must be an integer from 1e-09 to 1e\+09; got 0"),
         (["cells", 0, "rounds", 1, 0], 10**400, r"rounds\[1\]\[0\] must be a finite number; got 1000"),
         (["cells", 0, "rounds", 1, 1], math.nan, r"rounds\[1\]\[1\] must be a finite number; got nan"),
@@ -88,7 +88,7 @@ def test_what_fits_becomes_objects():
         (["cells", 0, "rounds", 1], [1], r"rounds\[1\] must be a list of 2 entries; got \[1\]"),
         (["cells", 0, "figure"], "many", r"figure must be a number; got 'many'"),
         (["by_name", "x", "kind"], "c", r"by_name\['x'\].kind must be one of"),
-        (["facts", "more"], 1, "facts must have no other entries than files; got 'more'"),
+        (["facts", "more"], 1, "facts must have no entries other than files; got 'more'"),
         (["machine", "a"], [], r"machine\['a'\] must be text or an integer or a number or true or false or null; got \[\]"),
         (["options", "deep"], math.nan, r"options\['deep'\] must be text"),
     ],
@@ -96,6 +96,14 @@ def test_what_fits_becomes_objects():
 def test_what_does_not_fit_is_named(place, value, said):
     with pytest.raises(MisfitError, match=said):
         parse(Everything, changed(place, value))
+
+
+def test_a_key_that_does_not_fit_is_named():
+    names = dict[Annotated[str, Matching("[a-z]+", "a name")], int]
+    with pytest.raises(MisfitError, match=r"^a key of the file must be a name; got '\.\./x'$"):
+        parse(names, {"../x": 1})
+    with pytest.raises(MisfitError, match=r"^a key of cells\[0\] must be a name; got '\.\./x'$"):
+        parse(names, {"../x": 1}, "cells[0]")
 
 
 def test_deep_nesting_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ def main(arguments=None):
     parts = chosen_parts(options.part)
     if options.only is not None:
         return show_one(options, parts, console)
-    with exclusive(options.out, "soak"):
+    with exclusive(options.out, "soak test"):
         return run(options, parts, console, start)
 
 
@@ -49,15 +50,38 @@ def run(options, parts, console, start):
 
 def parser():
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Soak test; see docs/reliability.md.")
-    parser.add_argument("--part", action="append", help=f"{', '.join([*PARTS, 'native'])}; several by commas; default all")
-    parser.add_argument("--seed", type=int, default=0, help="of all cases; default 0")
-    parser.add_argument("--minutes", type=float, help="stop after that time, shared by the parts")
-    parser.add_argument("--cases", type=int, help="of each part, with those of earlier runs; by default its own number")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default the number of cores")
-    parser.add_argument("--out", type=Path, default=Path("soak-results"), help="a run continues what it finds here")
-    parser.add_argument("--only", type=int, metavar="INDEX", help="repeat one case, and show how it ends")
-    parser.add_argument("--report", type=Path, metavar="PAGE", help="write the results into a page, and their JSON beside it")
+    names = f"{', '.join([*PARTS, 'native'])}; separate several by commas; native means {', '.join(NATIVE)}; default: all"
+    parser.add_argument("--part", action="append", help=names)
+    parser.add_argument("--seed", type=int, default=0, help="the seed of all cases; default: 0")
+    parser.add_argument("--minutes", type=positive, help="stop after this many minutes, divided among the parts")
+    total = "cases per part in total, earlier runs included; default: set by the part, or no limit with --minutes"
+    parser.add_argument("--cases", type=count, help=total)
+    parser.add_argument("--workers", type=count, default=os.cpu_count() or 1, help="worker processes; default: one per core")
+    parser.add_argument("--out", type=Path, default=Path("soak-results"), help="results folder; a run resumes what is there")
+    parser.add_argument(
+        "--retry", action="store_true", help="run the cases of earlier findings again, with the code as it is now"
+    )
+    parser.add_argument("--only", type=int, metavar="INDEX", help="repeat this one case, and show how it ends")
+    parser.add_argument("--report", type=Path, metavar="PAGE", help="run nothing; write the results into PAGE and a JSON file")
     return parser
+
+
+def count(text):
+    """For argparse: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1; got {text!r}")
+    return int(text)
+
+
+def positive(text):
+    """For argparse: a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text!r}")
+    return number
 
 
 def chosen_parts(names):
@@ -73,7 +97,7 @@ def settings_of(options, part, deadline=float("inf")):
     """With --minutes and no --cases, there is no other limit."""
     default = sys.maxsize if options.minutes is not None else getattr(import_module(PARTS[part]), "COUNT", 1000)
     cases = default if options.cases is None else options.cases
-    return Settings(part, options.seed, options.out.resolve(), cases, deadline, options.workers)
+    return Settings(part, options.seed, options.out.resolve(), cases, deadline, options.workers, options.retry)
 
 
 def show_one(options, parts, console):

@@ -1,7 +1,8 @@
-"""Choices that rounding may turn: buckets of `reformer` and `routing`, codes and the largest weights of `clustered`.
+"""Choices that rounding may change: buckets of `reformer` and `routing`, codes and the largest weights of `clustered`.
 
-Two scores that are closer than the rounding of either may be ordered in either way, and another order means other keys: a *hash flip*.
-A (sequence, head) is *undecided* if one of its choices in float64 has a margin within rounding; only there may results differ.
+Two scores that differ by less than their rounding errors may come out in either order, and another order selects other keys: a
+*hash flip*. A pair of sequence and head is *undecided* if the margin of one of its choices in float64 is within rounding; only
+there may results differ.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _each_head(w: Tensor, q: Tensor) -> Tensor:
 
 
 def _is_close(u: Tensor, size: Tensor, eps: float) -> Tensor:
-    """Whether the two largest of the last dimension may change places."""
+    """Whether rounding may swap the two largest numbers of the last dimension."""
     if u.shape[-1] < 2:
         return torch.zeros(u.shape[:-1], dtype=torch.bool)
     top = u.topk(2, dim=-1).values

@@ -1,4 +1,4 @@
-"""The commands that are interrupted: how to run each of them, what it has saved, and what must come out in the end."""
+"""The commands that are interrupted: how to run each of them, what it has saved so far, and what the outcome must be."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from subquad.conversion.run import run as run_conversion
 from subquad.runs import checkpoints
 from subquad.tasks import TASKS
 
-ROUNDS = 2  # of a comparison; a round that was interrupted is made again
+ROUNDS = 2  # of a comparison; an interrupted round is repeated
 SAVED = Path(__file__).parents[1] / "saved"  # a small model and a text
 
 
 class Command(ABC):
-    """A run that can be interrupted: how to start it, and what it has made so far."""
+    """A run that can be interrupted: how to start it, and what it has done so far."""
 
     @abstractmethod
     def run(self, out: Path, reached: Callable[[int], None]) -> None:
-        """Start or resume it in `out`, and call `reached` with a number of pieces of work that are saved by then."""
+        """Start or resume it in `out`, and call `reached` with how many pieces of work are saved, at least, by then."""
 
     @abstractmethod
     def saved(self, out: Path) -> int:
-        """How many pieces of work the folder holds: comparable with those that were `reached`."""
+        """How many pieces of work the folder holds, counted as for `reached`."""
 
     @abstractmethod
     def cells(self, out: Path) -> dict[str, Any]:
-        """What is finished. A later one has the same, and maybe more; of a list, the same beginning."""
+        """What is finished, by name. All of it must still be there later; lists may have grown at their end."""
 
     @abstractmethod
     def result(self, out: Path) -> Any:
-        """What must equal that of an undisturbed run."""
+        """What must equal the result of an uninterrupted run."""
 
 
 class Compare(Command):
-    """Times differ from run to run: what must be equal is which cells were measured."""
+    """Times vary from run to run, so only the set of complete measurements must be equal."""
 
     def run(self, out: Path, reached: Callable[[int], None]) -> None:
         rounds = 0
@@ -53,7 +53,7 @@ class Compare(Command):
 
         def on_progress(progress: Any) -> None:
             nonlocal rounds, is_timed
-            rounds += is_timed  # the next message comes after the measurement was saved
+            rounds += is_timed  # the next message comes after the measurement has been saved
             is_timed = progress.message.endswith(("forward", "training", "decode"))
             reached(rounds)
 
@@ -77,7 +77,7 @@ class Compare(Command):
 
 
 class Train(Command):
-    """Two methods on digits, one after the other."""
+    """Two methods trained on digits, one after the other."""
 
     SAVE_EVERY = 5
 
@@ -148,7 +148,7 @@ class Convert(Command):
         return results.is_saved, scores, {name: stage.losses for name, stage in results.stages.items()}, _weights(out)
 
 
-COMMANDS: dict[str, tuple[Command, int]] = {  # with how many of a hundred cases
+COMMANDS: dict[str, tuple[Command, int]] = {  # each with its share of the cases, in percent
     "train": (Train(in_worker=False), 58),
     "train in a worker": (Train(in_worker=True), 4),
     "convert": (Convert(), 30),

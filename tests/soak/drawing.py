@@ -165,7 +165,7 @@ def draw(seed: int, index: int, among: list[str] | None = None) -> Spec:
         spec["pieces"] = draw_pieces(rng, spec["queries"])
         if not spec["grad"] and rng.random() < 0.5:
             spec["saved_after"] = rng.randrange(len(spec["pieces"]))
-    if supports("dropout_p", 0.15) and not is_compiled and not has_state and together is None:
+    if supports("dropout_p", 0.15) and not is_compiled and not has_state and together is None and spec["keys"]:
         spec |= {"dropout_p": rng.choice((0.1, 0.5, 0.9)), "grad": ()}
     if rng.random() < 0.03 and spec.get("padding") is None and spec["queries"] and batch and not is_compiled:
         spec |= {"has_nan_query": True, "grad": (), "strides": {**spec["strides"], "q": ("contiguous", 0)}}

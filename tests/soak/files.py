@@ -1,8 +1,8 @@
-"""Part `files`: whatever a file holds, it is read rightly or refused with one message, and nothing in it is executed.
+"""Part `files`: whatever a file holds, it loads normally or is refused with one message, and nothing in it is executed.
 
-A case takes a whole set of files of one kind (see `readers`), damages one of them, and reads them as a user does. A finding is an
-error of another family, code that ran, text of a file in a page or on the terminal that would be obeyed, or a file that was
-touched and must not be.
+A case takes an intact set of files of one kind (see `readers`), damages one of them, and reads them as a user would. Findings
+are errors other than a `SubquadError`, code that ran, text from a file that acts as markup in a page or controls the terminal,
+and changes to files that must not be touched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.soak.readers.base import captured
 
 COUNT = 2_000
 SECONDS = 120
-_MEMORY = 6 * 2**30  # bytes that a case may ask for: a file that asks for more is refused, not obeyed
+_MEMORY = 6 * 2**30  # bytes that a case may allocate: a file that demands more must be refused
 
 
 def run_case(seed: int, index: int, folder: Path) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def run_case(seed: int, index: int, folder: Path) -> dict[str, Any]:
             with _limited_memory():
                 reader.read(folder, chance)
         except SubquadError as refusal:
-            verdict, error = ("refused", "") if str(refusal).strip() else ("wrong", "a refusal without a message")
+            verdict, error = ("refused", "") if str(refusal).strip() else ("wrong", "refused without a message")
         except Exception as foreign:
             verdict, error = "foreign error", _last_lines(foreign)
     if wrong := _obeyed(folder, mark, out.getvalue()):
@@ -56,7 +56,7 @@ def run_case(seed: int, index: int, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _limited_memory() -> Iterator[None]:
-    """A limit of data, not of address space: the engine that draws charts reserves much of that, and does not use it."""
+    """Limit data rather than address space: the engine that draws charts reserves much address space that it does not use."""
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY, most))
@@ -73,11 +73,11 @@ def _last_lines(error: Exception) -> str:
 
 
 def _obeyed(folder: Path, mark: Path, printed: str) -> str:
-    """What in the files was obeyed; empty if nothing was."""
+    """What content of the files had an effect; empty if none had."""
     if mark.exists():
         return "code in a file was executed"
     if "\x1b]" in printed:
-        return "a file controls the terminal"
+        return "text from a file controls the terminal"
     for page in folder.rglob("*.html"):
         if wrong := fault_of_page(page.read_text()):
             return f"{page.name}: {wrong}"
@@ -85,7 +85,7 @@ def _obeyed(folder: Path, mark: Path, printed: str) -> str:
 
 
 def fault_of_page(text: str) -> str:
-    """Whether a browser would take text of a file for markup, or could not read the data; empty if neither."""
+    """What is wrong with a page: text from a file that a browser would take for markup, or data that it cannot read."""
     page = _Page()
     page.feed(text)
     page.close()
@@ -100,7 +100,7 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         if TAG in tag or any(TAG in name for name, _ in attributes):
-            self.wrong = f"text of a file is markup of the page: {self.get_starttag_text()}"
+            self.wrong = f"text from a file acts as markup in the page: {self.get_starttag_text()}"
         self.is_data = tag == "script" and ("type", "application/json") in attributes
 
     def handle_data(self, data: str) -> None:
@@ -108,9 +108,9 @@ class _Page(HTMLParser):
             try:
                 json.loads(data, parse_constant=_refuse)
             except ValueError as error:
-                self.wrong = f"the data of the page is not JSON: {error}"
+                self.wrong = f"the data in the page is not valid JSON: {error}"
         self.is_data = False
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")

@@ -1,4 +1,4 @@
-"""Processes that are interrupted: by a signal, a full disk or a folder that becomes read-only."""
+"""Commands in processes of their own, and what interrupts them: a signal, a full disk or a folder that becomes read-only."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.soak.commands import Command
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 FULL, READ_ONLY = "full disk", "read-only folder"
-DISK = 32 * 2**20  # bytes of the small file system that gets full
-PATIENCE = 120.0  # seconds for a command to end
+DISK = 32 * 2**20  # bytes of the small file system that is filled up
+PATIENCE = 120.0  # seconds that a command may take to end
 STOPPED = 130  # exit code after Ctrl-C
 
 
 class Session:
-    """One start of a command, in a forked process: nothing is imported again."""
+    """One launch of a command, in a forked process so that nothing is imported again."""
 
     def __init__(self, command: Command, out: Path) -> None:
         self._reached = mmap.mmap(-1, 8)
@@ -66,7 +66,7 @@ class Session:
         return int(struct.unpack("q", self._reached[:])[0])
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ends within that time."""
+        """Whether the command ends within that time."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self._poll():
@@ -75,7 +75,7 @@ class Session:
         return False
 
     def wait_for_writing(self, seconds: float) -> bool:
-        """Wait until a file or folder is being written, at most so long; whether it has ended."""
+        """Wait until a file or folder is being written, for at most that time. Returns whether the command has ended."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not any(unfinished(self.out)):
             if self._poll():
@@ -83,10 +83,10 @@ class Session:
         return False
 
     def end(self) -> int:
-        """Wait for its end, and return the exit code, or minus the signal."""
+        """Wait until the command ends. Returns its exit code, or minus the number of the signal that ended it."""
         if not self.wait(PATIENCE):
             os.kill(self.pid, signal.SIGKILL)
-            raise TimeoutError(f"it did not end within {PATIENCE:.0f} s: {self.log()[-2000:]}")
+            raise TimeoutError(f"the command did not end within {PATIENCE:.0f} s: {self.log()[-2000:]}")
         return os.waitstatus_to_exitcode(self._status)
 
     def log(self) -> str:
@@ -102,7 +102,7 @@ class Session:
 
 @contextlib.contextmanager
 def interruption(kind: str, session: Session, disk: Path) -> Iterator[None]:
-    """Interrupt it; inside the block it is left to end."""
+    """Interrupt the session. A full disk or a read-only folder lasts until the end of the block, in which the command ends."""
     if kind in SIGNALS:
         with contextlib.suppress(ProcessLookupError):
             os.kill(session.pid, SIGNALS[kind])
@@ -123,7 +123,7 @@ def interruption(kind: str, session: Session, disk: Path) -> Iterator[None]:
 
 
 def wait_for_workers(out: Path) -> None:
-    """Wait until the workers of a killed process have ended, too: until then they hold the lock of the folder."""
+    """Wait until the workers of a killed process have ended, too: until then, they hold the folder's lock."""
     if (out / ".lock").exists():
         with (out / ".lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -131,18 +131,18 @@ def wait_for_workers(out: Path) -> None:
 
 def _set_modes(folders: list[Path], mode: int) -> None:
     for path in folders:
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # removed in the meantime
             path.chmod(mode)
 
 
 def unfinished(out: Path) -> Iterator[Path]:
-    """Files and folders that are being written: hidden, but for the lock."""
+    """Files and folders that are being written: all hidden ones except the lock."""
     return (path for path in out.rglob(".*") if path.name != ".lock") if out.exists() else iter(())
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """An empty folder on a file system of its own, if this process may mount one."""
+    """An empty folder, and whether it is on a small file system of its own, which not every process may mount."""
     disk = Path(tempfile.mkdtemp(dir=folder))
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(disk)]
     is_mounted = subprocess.run(mount, capture_output=True).returncode == 0
@@ -155,15 +155,15 @@ def small_disk(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _obey_permissions() -> None:
-    """Make a process of the superuser obey the permissions of files, as everybody else's does."""
+    """Make a process of the superuser obey file permissions, as the processes of other users do."""
     if os.geteuid() != 0:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     override, version_3, drop_from_bounding_set = 1, 0x20080522, 24
     header, sets = (ctypes.c_uint32 * 2)(version_3, 0), (ctypes.c_uint32 * 6)()
-    libc.prctl(drop_from_bounding_set, override, 0, 0, 0)  # of processes that it starts, too
+    libc.prctl(drop_from_bounding_set, override, 0, 0, 0)  # for processes that it starts, too
     libc.capget(header, sets)
     for i in range(3):  # effective, permitted, inheritable
         sets[i] &= ~(1 << override)
     if libc.capset(header, sets):
-        raise OSError(ctypes.get_errno(), "the superuser's right to ignore permissions could not be given up")
+        raise OSError(ctypes.get_errno(), "the superuser's privilege to bypass file permissions could not be dropped")

@@ -1,9 +1,9 @@
-"""Part `kills`: a run that is interrupted at any moment, and resumed, loses nothing.
+"""Part `kills`: a run that is interrupted at any moment and then resumed loses nothing.
 
-A case is one run of `compare`, `train` or `convert`, interrupted a few times and then left to finish. An interruption is a
-signal, a full disk or a folder that became read-only, at a random moment. After each of them every file must be readable, every
-finished cell must still be there, and the command must have ended in silence or with one message. In the end the results, the
-weights and the names of all files must be those of an undisturbed run.
+A case is one run of `compare`, `train` or `convert` that is interrupted a few times and then left to finish. An interruption is
+a signal, a full disk or a folder that becomes read-only, at a random moment. After each one, every file must be readable, every
+finished cell must still be there, and the command must have ended without a traceback and with at most one error message. In
+the end, the results, the weights and the names of all files must equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ INTERRUPTIONS = 8  # of one run, at most
 LIBRARIES = ("accelerate", "peft", "sklearn.datasets", "transformers.trainer")  # which the commands import late
 
 
-class LostError(Exception):
-    """An interruption has done what it must not do."""
+class InterruptionError(Exception):
+    """An interruption had an effect that it must not have."""
 
 
 def run_case(seed: int, index: int, folder: Path) -> dict[str, Any]:
-    """One run with its interruptions; the labels count those that came before its end."""
+    """One run with its interruptions; the labels list those that came before the run ended."""
     chance = random.Random(f"{seed} {index}")
     name = chance.choices(list(COMMANDS), [share for _, share in COMMANDS.values()])[0]
     interruptions: list[str] = []
@@ -53,7 +53,7 @@ def run_case(seed: int, index: int, folder: Path) -> dict[str, Any]:
     try:
         with small_disk(folder) as (disk, is_mounted):
             _InterruptedRun(name, disk, is_mounted, chance, interruptions).run()
-    except (LostError, TimeoutError) as error:
+    except (InterruptionError, TimeoutError) as error:
         how = f"interrupted by {', '.join(interruptions)}: python -m tests.soak --part kills --seed {seed} --only {index}"
         return {"verdict": "wrong", "labels": labels, "error": f"{name}: {error}", "reproduction": how}
     return {"verdict": "answered", "labels": labels}
@@ -64,7 +64,7 @@ class _InterruptedRun:
 
     def __init__(self, name: str, disk: Path, is_mounted: bool, chance: random.Random, interruptions: list[str]) -> None:
         self.command, _ = COMMANDS[name]
-        self.undisturbed, self.seconds, self.files = _undisturbed(name)
+        self.uninterrupted, self.seconds, self.files = _uninterrupted(name)
         self.disk, self.out, self.chance, self.interruptions = disk, disk / "out", chance, interruptions
         self.kinds = {kind: share for kind, share in SHARES.items() if is_mounted or kind != FULL}
         self.saved, self.cells = 0, dict[str, Any]()
@@ -80,72 +80,74 @@ class _InterruptedRun:
                 code = session.end()
             self.interruptions.append(kind)
             wait_for_workers(self.out)
-            _require_silence(kind, code, session.log())
+            _require_clean_end(kind, code, session.log())
             _require_readable(self.out)
             self._require_kept(kind, session.reached)
         self._finish()
 
     def _require_kept(self, kind: str, reached: int) -> None:
-        """Refuse the loss of anything that was saved."""
+        """Raise an error if anything that was saved is lost."""
         if not (self.out / "results.json").exists():
             if self.cells:
-                raise LostError(f"after {kind} results.json is gone")
+                raise InterruptionError(f"after {kind}, results.json is gone")
             return
         reached += self.saved if isinstance(self.command, Compare) else 0
         self.saved = self.command.saved(self.out)
         if self.saved < reached:
-            raise LostError(f"after {kind} {self.saved} pieces of work are left, of at least {reached}")
+            raise InterruptionError(f"after {kind}, {self.saved} pieces of work are left; at least {reached} had been saved")
         cells = self.command.cells(self.out)
         for cell, value in self.cells.items():
             if not _continues(cells.get(cell), value):
-                raise LostError(f"after {kind} the cell {cell} is {cells.get(cell)!r}; it was {value!r}")
+                raise InterruptionError(f"after {kind}, the cell {cell} is {cells.get(cell)!r}; it was {value!r} before")
         self.cells = cells
 
     def _finish(self) -> None:
-        """Resume it to its end, which must be that of an undisturbed run."""
+        """Resume the run until it finishes; the outcome must be that of an uninterrupted run."""
         session = Session(self.command, self.out)
         if (code := session.end()) != 0:
-            raise LostError(f"it cannot be resumed: exit code {code}: {session.log()[-2000:]}")
+            raise InterruptionError(f"the run could not be resumed: exit code {code}: {session.log()[-2000:]}")
         _require_readable(self.out)
-        if not _equal(self.command.result(self.out), self.undisturbed):
-            raise LostError("the results differ from those of an undisturbed run")
+        if not _equal(self.command.result(self.out), self.uninterrupted):
+            raise InterruptionError("the results differ from those of an uninterrupted run")
         if (found := _names(self.out)) != self.files:
-            raise LostError(f"the folder has other files than that of an undisturbed run: {sorted(found ^ self.files)}")
+            raise InterruptionError(
+                f"the files are not those of an uninterrupted run; the difference is {sorted(found ^ self.files)}"
+            )
 
 
 def _continues(after: Any, before: Any) -> bool:
-    """The same; of a list, at least the same beginning."""
+    """Whether both are equal; a list may have grown at its end."""
     return after[: len(before)] == before if isinstance(before, list) and isinstance(after, list) else after == before
 
 
 @cache
-def _undisturbed(name: str) -> tuple[Any, float, frozenset[str]]:
-    """The result of an undisturbed run, its seconds, and the files that it leaves."""
+def _uninterrupted(name: str) -> tuple[Any, float, frozenset[str]]:
+    """The result of an uninterrupted run, how many seconds it takes, and the files that it leaves."""
     command = COMMANDS[name][0]
-    for library in LIBRARIES:  # once, so that forked processes need not
+    for library in LIBRARIES:  # here, so that forked processes need not
         importlib.import_module(library)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         start = time.monotonic()
         session = Session(command, out)
         if (code := session.end()) != 0:
-            raise RuntimeError(f"an undisturbed run of {name} ended with code {code}: {session.log()}")
+            raise RuntimeError(f"an uninterrupted run of {name} ended with exit code {code}: {session.log()}")
         return command.result(out), time.monotonic() - start, _names(out)
 
 
-def _require_silence(kind: str, code: int, log: str) -> None:
-    """Refuse a traceback, an exit code that does not say what happened, and more or less than one message for an error."""
+def _require_clean_end(kind: str, code: int, log: str) -> None:
+    """Raise an error for a traceback, an unexpected exit code, or a failure without exactly one error message."""
     if "Traceback" in log:
-        raise LostError(f"a traceback after {kind}: {log[-3000:]}")
+        raise InterruptionError(f"traceback after {kind}: {log[-3000:]}")
     expected = {0, STOPPED, -SIGNALS[kind]} if kind in SIGNALS else {0, 1}
     if code not in expected:
-        raise LostError(f"exit code {code} after {kind}: {log[-3000:]}")
+        raise InterruptionError(f"unexpected exit code {code} after {kind}: {log[-3000:]}")
     if code == 1 and sum(line.startswith("error: ") for line in log.splitlines()) != 1:
-        raise LostError(f"not one message after {kind}: {log[-3000:]}")
+        raise InterruptionError(f"expected exactly one error message after {kind}: {log[-3000:]}")
 
 
 def _require_readable(out: Path) -> None:
-    """Refuse a file that cannot be read, except those that were being written."""
+    """Raise an error for a file that cannot be read, unless it was being written."""
     being_written = {*unfinished(out)}
     for path in out.rglob("*"):
         if not path.is_file() or being_written.intersection((path, *path.parents)):
@@ -158,7 +160,7 @@ def _require_readable(out: Path) -> None:
             elif path.suffix == ".pt":
                 torch.load(path, weights_only=True)
         except Exception as error:
-            raise LostError(f"{path.relative_to(out)} cannot be read: {type(error).__name__}: {error}") from error
+            raise InterruptionError(f"{path.relative_to(out)} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _names(out: Path) -> frozenset[str]:
@@ -166,7 +168,7 @@ def _names(out: Path) -> frozenset[str]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Equality to the bit, of tensors in tuples and dictionaries, too."""
+    """Bit-for-bit equality, also of tensors in tuples and dictionaries."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,9 +1,9 @@
-"""Parts *address*, *undefined* and *thread*: the calls of part *cases*, with compiled kernels that a sanitizer watches.
+"""Parts *address*, *undefined* and *thread*: the calls of part *cases*, on compiled kernels that a sanitizer watches.
 
-The kernels are compiled from csrc with the flags of the build, a sanitizer, and debugging symbols. The sanitizer ends the process at its
-first report, so a report is a crash of the case, and its text is what the worker logged. Reports come from the kernels alone: only they
-are instrumented. Nothing is suppressed; ThreadSanitizer leaves out what PyTorch does (`ignore_noninstrumented_modules`), and the
-kernels run on the threads of openmp.cpp, which it understands.
+The kernels are compiled from csrc with the build's flags, a sanitizer and debugging symbols. The sanitizer ends the process at
+its first report, so the case counts as a crash, and the report is in the worker's log. Only the kernels are instrumented, so
+all reports are about them, and none is suppressed. For ThreadSanitizer, the kernels run on the threads of openmp.cpp, whose
+synchronization it understands, and it ignores what PyTorch does (`ignore_noninstrumented_modules`).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if folder := os.environ.get(FOLDER):
     if native_library.load() is None:
         raise RuntimeError(f"the kernels in {folder} cannot be loaded")
     if os.environ[SANITIZER] == "thread":
-        native_call._ONE_THREAD_WORK = 0  # short loops run on several threads, too
+        native_call._ONE_THREAD_WORK = 0  # run short loops on several threads, too
 
 
 def environment(part, out):
-    """The kernels, compiled if they have not been, and what a worker needs to run them under the sanitizer `part`."""
+    """What a worker needs to run the kernels under the sanitizer `part`; compiles them first, if necessary."""
     runtime = subprocess.run([compiler(), f"-print-file-name={RUNTIMES[part]}"], capture_output=True, text=True, check=True)
     library = runtime.stdout.strip()
     if not Path(library).is_absolute():
-        raise RuntimeError(f"{compiler()} has no {RUNTIMES[part]}: install the sanitizers of the compiler.")
+        raise RuntimeError(f"{compiler()} has no {RUNTIMES[part]}: install the compiler's sanitizer libraries.")
     return {
         FOLDER: str(build(part, out)),
         SANITIZER: part,
@@ -64,7 +64,7 @@ def compiler():
 
 
 def build(part, out):
-    """The folder with the library for this processor."""
+    """The folder with the kernels for this processor."""
     from hatch_build import ALWAYS, KINDS, SOURCES
 
     fingerprint = native_library._fingerprint(SOURCES)
@@ -107,7 +107,7 @@ def run(command):
 
 
 def drawn(seed, index):
-    """The call of part *cases*, on the compiled kernels; for races, on several threads."""
+    """The call of part *cases*, on the compiled kernels; for ThreadSanitizer, on several threads."""
     spec = replace(draw(seed, index), compiler=None, is_native=True)
     return replace(spec, threads=3) if os.environ.get(SANITIZER) == "thread" and spec.together is None else spec
 
@@ -121,7 +121,7 @@ def explain(seed, index):
 
 
 def shrink(seed, index, folder):
-    """Of reports alone; part *cases* has the same wrong answers, and shrinks them faster."""
+    """Shrink only what the sanitizer reports: part *cases* finds the same wrong results, and shrinks them faster."""
     spec = drawn(seed, index)
     if attempt(spec, cases.run)["verdict"] == "crash":
         return cases.shrunk_script(spec)

@@ -43,7 +43,8 @@ class PartProgress:
 
     def add(self, index: int, result: dict[str, Any], seconds: float) -> None:
         self.seconds += seconds
-        self.ahead.add(index)
+        if index >= self.following:
+            self.ahead.add(index)
         while self.following in self.ahead:
             self.ahead.remove(self.following)
             self.following += 1
@@ -54,6 +55,13 @@ class PartProgress:
                 found[verdict] = found.get(verdict, 0) + 1
         if verdict in FINDINGS and len(self.findings) < KEPT:
             self.findings.append({"index": index, **result})
+
+    def forget(self, finding: dict[str, Any]) -> None:
+        """Take a finding back, because its case runs again."""
+        for label, values in {"": "", **finding.get("labels", {})}.items():
+            for value in [values] if isinstance(values, str) else values:
+                self.counts[label][value][finding["verdict"]] -= 1
+        self.findings = [other for other in self.findings if other is not finding]
 
     def alike(self, result: dict[str, Any]) -> int:
         """How many findings of the same class there are."""

@@ -19,12 +19,13 @@ from tests.soak.progress import PartProgress, finding_class
 SCHEMA = {"schema": "subquad-soak", "version": 1}
 TITLES = {
     "cases": "Random calls",
-    "kills": "Kills",
+    "kills": "Interrupted runs",
     "files": "Damaged and hostile files",
     "address": "AddressSanitizer",
     "undefined": "UndefinedBehaviorSanitizer",
     "thread": "ThreadSanitizer",
 }
+HEADINGS = {"compiled": "torch.compile", "stride": "memory layout", "together": "concurrency", "tokens": "sequence"}
 _MARKED = re.compile(r"(<!-- soak:(\w+) -->\n).*?(<!-- soak:end -->)", flags=re.DOTALL)
 NOT_RUN = "No run is recorded yet.\n"
 
@@ -114,7 +115,7 @@ def _section(name: str, results: dict[str, Any]) -> str:
     for label in found["counts"]:
         values = {**found, "counts": {label: found["counts"][label]}}
         lines = [(value.removeprefix(f"{label}: "), row) for value, row in rows(values)[1:]]
-        head = [label, "cases", "answered", "refused", "findings"]
+        head = [HEADINGS.get(label, label), "cases", "answered", "refused", "findings"]
         body = [[value, row[0], row[1], row[2], sum(row[3:])] for value, row in lines]
         tables.append(_table(head, body))
     return "\n".join(tables)

@@ -31,6 +31,7 @@ class Settings:
     cases: int
     deadline: float = float("inf")  # time.monotonic()
     workers: int = 1
+    retries: bool = False  # run the cases of earlier findings again, first
     module: str | None = None  # in place of the part's own, for tests of this harness
 
     @property
@@ -101,7 +102,10 @@ def run_part(settings: Settings, on_result: Callable[[PartProgress], object] = l
     commit = describe_machine()["commit"]
     progress.commits = [*(c for c in progress.commits if c != commit), commit]
     environment = module.environment(settings.part, settings.out) if hasattr(module, "environment") else {}
-    _Run(settings, module, environment, progress, on_result).run()
+    run = _Run(settings, module, environment, progress, on_result)
+    if settings.retries:
+        run.retry()
+    run.run()
     return progress
 
 
@@ -137,6 +141,16 @@ class _Run:
                 for thread in threads:
                     thread.join()
                 records.save(self.settings.out, self.progress)
+
+    def retry(self) -> None:
+        """Run the cases of all findings again, and keep what they find now."""
+        slot = Slot(self.settings, self.environment, "retry")
+        for finding in list(self.progress.findings):
+            start = time.monotonic()
+            result = self.case(finding["index"], slot)
+            self.progress.forget(finding)
+            self.progress.add(finding["index"], result, time.monotonic() - start)
+        slot.end()
 
     def _work(self, name: str) -> None:
         slot = Slot(self.settings, self.environment, name)

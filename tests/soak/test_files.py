@@ -21,10 +21,10 @@ from tests.soak.damage import TAG, damage_bytes, damage_json
         (f'<p class="" {TAG}="">', "markup"),
         (f'<script type="application/json">["\\u003c/script><{TAG}>"]</script>', ""),
         (f'<script type="application/json">["</script><{TAG}>"]</script>', "markup"),
-        ('<script type="application/json">[NaN]</script>', "NaN is no JSON"),
+        ('<script type="application/json">[NaN]</script>', "NaN is not valid JSON"),
     ],
 )
-def test_a_page_that_obeys_a_file_is_noticed(page, said):
+def test_a_page_with_markup_from_a_file_is_noticed(page, said):
     found = files.fault_of_page(page)
     assert said in found
     assert bool(found) == bool(said)
@@ -57,11 +57,11 @@ def refuse(message):
     [
         (lambda folder: None, "answered", None),
         (lambda folder: refuse("no"), "refused", None),
-        (lambda folder: refuse(""), "wrong", "a refusal without a message"),
+        (lambda folder: refuse(""), "wrong", "refused without a message"),
         (lambda folder: {}["key"], "foreign error", "KeyError: 'key'"),
         (lambda folder: pickle.loads((folder / "file.pt").read_bytes()).close(), "wrong", "code in a file was executed"),
-        (lambda folder: print("\x1b]0;title\x07"), "wrong", "a file controls the terminal"),
-        (lambda folder: (folder / "a.html").write_text(f"<{TAG}>"), "wrong", "text of a file is markup of the page"),
+        (lambda folder: print("\x1b]0;title\x07"), "wrong", "text from a file controls the terminal"),
+        (lambda folder: (folder / "a.html").write_text(f"<{TAG}>"), "wrong", "text from a file acts as markup in the page"),
     ],
 )
 def test_what_must_not_happen_is_noticed(read, verdict, said, tmp_path, monkeypatch):

@@ -51,6 +51,17 @@ def test_every_kind_of_end_is_found_and_survived_and_a_run_resumes(tmp_path):
     assert kept == {"2", "4", "5"}  # of findings
 
 
+def test_findings_are_retried_and_counted_once(tmp_path):
+    first = run_part(Settings(out=tmp_path, cases=4, workers=1, **FAULTY))
+    again = run_part(Settings(out=tmp_path, cases=4, workers=1, retries=True, **FAULTY))
+    assert again.verdicts == first.verdicts
+    assert [finding["index"] for finding in again.findings] == [2, 3]
+    assert again.following == 4
+    saved = progress.load(tmp_path, "cases", 3)
+    saved.forget(saved.findings[0])
+    assert saved.verdicts == {**first.verdicts, "wrong": 0}
+
+
 def test_the_time_ends_a_run(tmp_path):
     found = run_part(Settings(out=tmp_path, cases=10**9, deadline=time.monotonic() - 1, **FAULTY))
     assert found.done == 0

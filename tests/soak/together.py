@@ -1,4 +1,7 @@
-"""Calls at once in threads, and in a forked process: the same bits as alone."""
+"""Calls from several threads at once, and in a forked process: they must return the same bits as a call on its own.
+
+From threads, results of PyTorch's fused attention may differ by rounding.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.soak.calls import Prepared, equal
+from tests.soak.evaluation import is_fused
 
 THREADS = 4
 
 
 def differs_in_threads(prepared: Prepared) -> str:
-    """Threads that call at once, each with tokens of its own, and from one state if there is one: the same bits as one by one."""
+    """What is wrong with calls from several threads at once, each with its own tokens, from one state if there is one."""
     p = prepared
 
     def job(number: int, state: Any = None, start: int = 0) -> Any:
@@ -35,7 +39,7 @@ def differs_in_threads(prepared: Prepared) -> str:
 
     state, start = None, 0
     if p.spec.pieces is not None and len(p.spec.pieces) > 1:
-        with torch.no_grad():  # two calls leave room to spare in the state
+        with torch.no_grad():  # two calls leave spare room in the state
             for length in p.spec.pieces[:-1]:
                 tensors, options = p.part(start, start + length, p.options)
                 _, state = p.call(*tensors, **options, state=state, return_state=True)
@@ -58,14 +62,21 @@ def differs_in_threads(prepared: Prepared) -> str:
         thread.join()
     for n, (ours, right) in enumerate(zip(found, expected, strict=True)):
         if not isinstance(ours, Tensor):
-            return f"thread {n} of {THREADS} raises {ours!r}"
-        if not equal(ours, right):
-            return f"thread {n} of {THREADS} gets another result than alone"
+            return f"thread {n} of {THREADS} raised {ours!r}"
+        if not (equal(ours, right) or (is_fused(p) and is_close(ours, right))):
+            return f"the result of thread {n} of {THREADS} differs from that of the same call on its own"
     return ""
 
 
+def is_close(ours: Tensor, right: Tensor) -> bool:
+    """Up to rounding: that of PyTorch's fused attention depends on where in memory its tensors are."""
+    eps = torch.finfo(right.dtype).eps * (64 if right.dtype.itemsize >= 4 else 4)
+    size = right.nan_to_num(0.0, 0.0, 0.0).abs().amax() if right.numel() else 0.0
+    return torch.allclose(ours, right, rtol=0, atol=float(eps * size), equal_nan=True)
+
+
 def differs_in_a_fork(prepared: Prepared) -> str:
-    """A forked process, as a loader of data has them."""
+    """What is wrong with a call in a forked process, such as the worker of a data loader."""
     with torch.no_grad():
         expected = prepared.output()
     reader, writer = os.pipe()
@@ -76,7 +87,7 @@ def differs_in_a_fork(prepared: Prepared) -> str:
             os.close(reader)
             with torch.no_grad():
                 found = prepared.output()
-            os.write(writer, b"equal" if equal(found, expected) else b"another result than its parent")
+            os.write(writer, b"equal" if equal(found, expected) else b"a result that differs from that of its parent")
             code = 0
         finally:
             os._exit(code)
@@ -84,4 +95,4 @@ def differs_in_a_fork(prepared: Prepared) -> str:
     with os.fdopen(reader, "rb") as pipe:
         answer = pipe.read().decode()
     _, status = os.waitpid(child, 0)
-    return "" if answer == "equal" else f"a forked process gets {answer or f'no result, status {status}'}"
+    return "" if answer == "equal" else f"a forked process returned {answer or f'no result; its exit status is {status}'}"

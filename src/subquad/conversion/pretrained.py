@@ -102,7 +102,7 @@ def load_model(place: str, config: PreTrainedConfig, *, gguf: str | None = None,
     given = given if gguf else weight_files.safe_arguments(given)
     model, info = _loaded(place, lambda: model_class.from_pretrained(place, trust_remote_code=False, **given))
     missing = {"missing": weights.mismatches(info)["missing"]}  # unexpected weights, such as another head, do no harm
-    weights.refuse(missing, type(model).__name__, place, "Missing weights would be random. Get the model again.")
+    weights.refuse(missing, type(model).__name__, place, "Missing weights would be random. Get a new copy of the model.")
     return model.eval()
 
 

@@ -31,7 +31,7 @@ from subquad.masks import zero_pads
 from subquad.ops import bucketed as compiled
 from subquad.ops.bucketed import Rule
 from subquad.ops.dispatch import can_use_compiled
-from subquad.ops.precision import needs_gradient
+from subquad.ops.precision import needs_gradient, upcast
 from subquad.ops.tiles import MASKED, Tile, TileGroup
 from subquad.state import StateTensors, rows
 
@@ -77,7 +77,8 @@ def _attend_sequence(call: Call, query_bucket: Tensor, key_bucket: Tensor, rule:
     scale = call.softmax_scale
     if can_use_compiled(query, key, value, query_bucket, key_bucket):
         return compiled.attend(query, key, value, query_bucket, key_bucket, rule, scale).to(query.dtype)
-    outs = []
+    outs, dtype = [], query.dtype
+    query, key, value = upcast(query), upcast(key), upcast(value)  # once, so that the gradients of heads are not added in half
     for head in range(query.shape[1]):  # one at a time: the masks of all heads would be large
         kv_head = head // (query.shape[1] // key.shape[1])
         x = Tokens.of(query[:, head, None], key[:, kv_head, None], value[:, kv_head, None], None)
@@ -89,7 +90,7 @@ def _attend_sequence(call: Call, query_bucket: Tensor, key_bucket: Tensor, rule:
             own_key = Blocks(64, ends=0).tile_groups(x)
             out, _ = softmax.attend([tokens.chunk_pairs(x), *own_key], x.length, scale)
         outs.append(out)
-    return zero_pads(torch.stack(outs, dim=1), mask).to(query.dtype)
+    return zero_pads(torch.stack(outs, dim=1), mask).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
-"""What the tensors of a decode state are. Each engine describes those that it keeps, and states from outside are checked.
+"""What the tensors of a decode state must be. Each engine describes those that it keeps, and states from outside are checked.
 
-An engine reads the tensors of its states without another look, and compiled kernels read their memory. So a state that no call
-has returned must fit the description before anything reads it: names, shapes, precision and, for counts and positions, range.
+An engine reads the tensors of its states without checking them, and compiled kernels read their memory. So a state that no call
+has returned must fit the description before anything reads it: names, shapes, dtypes and, for counts and positions, ranges.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor of a state is.
+    """What one tensor of a state must be.
 
     Args:
         shape: its sizes after the batch.
         dtype: its precision.
-        range: the least and the largest of its numbers, for counts and positions; None for any.
-        is_optional: whether a state may lack it.
+        range: the smallest and the largest number that it may hold, for counts and positions; None for any.
+        is_optional: whether a state may do without it.
     """
 
     shape: tuple[int | Rows, ...]
@@ -52,29 +52,35 @@ def check(state: State, expected: StateSpec) -> None:
     missing = [name for name, spec in expected.items() if name not in state.tensors and not spec.is_optional]
     unknown = [name for name in state.tensors if name not in expected]
     if missing or unknown:
-        _refuse(state, f"has the tensors {', '.join(expected)}; got {', '.join(state.tensors)}")
+        names = (f"{name} (optional)" if spec.is_optional else name for name, spec in expected.items())
+        _refuse(state, f"must have the tensors {', '.join(names)}; got {', '.join(state.tensors)}")
     lengths: dict[Rows, int] = {}
     for name, held in state.tensors.items():
         tensor, spec = rows(held), expected[name]
         if tensor.is_neg():
-            _refuse(state, f"has no lazy views; got one as {name!r}")
+            _refuse(state, f"must have no lazy views; got one as {name!r}")
         if tensor.dtype != spec.dtype or not _has_shape(tensor, spec, lengths):
             sizes = ", ".join(("batch", *map(str, spec.shape)))
-            shared = ", as many rows as the others" if any(isinstance(size, Rows) for size in spec.shape) else ""
-            _refuse(state, f"has {name!r} ({sizes}) {spec.dtype}{shared}; got {tuple(tensor.shape)} {tensor.dtype}")
+            shared = ", the same number of rows in all tensors," if any(isinstance(size, Rows) for size in spec.shape) else ""
+            _refuse(
+                state,
+                f"must have {name!r} with shape ({sizes}){shared} and dtype {spec.dtype}; "
+                f"got shape {tuple(tensor.shape)} and dtype {tensor.dtype}",
+            )
         if spec.range is not None and tensor.numel() and is_readable(tensor):
             least, most = (x.item() for x in tensor.aminmax())
             if not spec.range[0] <= least <= most <= spec.range[1]:
-                _refuse(state, f"has {name!r} from {spec.range[0]} to {spec.range[1]}; got {least} to {most}")
+                low, high = spec.range
+                _refuse(state, f"must have numbers from {low} to {high} in {name!r}; got {least} to {most}")
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether the numbers in x are there to be read: not those of fake and meta tensors, nor in a traced call."""
+    """Whether the numbers in x can be read: not in fake and meta tensors, nor in a call that is being traced."""
     return type(x) is Tensor and x.device.type != "meta" and not torch.compiler.is_compiling()
 
 
 def _has_shape(tensor: Tensor, spec: TensorSpec, lengths: dict[Rows, int]) -> bool:
-    """Compares with `lengths`, what the numbers of rows have been so far, and adds to them."""
+    """Whether the shape fits. `lengths` has the numbers of rows found so far, and gets those of this tensor."""
     if tensor.dim() != len(spec.shape) + 1:
         return False
     for size, expected in zip(tensor.shape[1:], spec.shape, strict=True):

@@ -65,7 +65,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, strict: bool = True, **kwargs: Any) -> Any:
-        """As Hugging Face's, except that it loads safetensors alone, and that missing weights, unexpected weights and weights
+        """As Hugging Face's, except that it loads only safetensors, and that missing weights, unexpected weights and weights
         of the wrong shape are errors.
 
         Args:

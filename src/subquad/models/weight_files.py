@@ -1,4 +1,4 @@
-"""The files of a model's weights: safetensors alone, because a pickle could run code when it is loaded."""
+"""The files of a model's weights: only safetensors, because loading a pickle could run code."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from subquad.runs.typed_json import MisfitError
 _INDEXES = "*.safetensors.index*.json"  # of weights in several files
 _ADAPTER = "adapter_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-ADVICE = "Save the model as safetensors where you trust it: load it with transformers, and call model.save_pretrained(folder)."
+ADVICE = "If you trust the model, load it with transformers and save it as safetensors: model.save_pretrained(folder)."
 
 
 def safe_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `from_pretrained`, so that it loads safetensors alone."""
+    """The arguments of `from_pretrained`, so that it loads only safetensors."""
     for name in ("use_safetensors", "weights_only"):
         if arguments.get(name) is False:
-            raise InputError(f"subquad loads weights from safetensors alone; got {name}=False. Leave it out. {ADVICE}")
+            raise InputError(f"subquad loads weights only from safetensors; got {name}=False. Omit it. {ADVICE}")
     return {**arguments, "use_safetensors": True}
 
 
 @contextlib.contextmanager
 def loading(place: str | os.PathLike[str] | None, subfolder: str | None = None) -> Iterator[None]:
-    """A block that loads the model in `place`: what is wrong with its files becomes one error, which names the file.
+    """A block that loads the model in `place`: whatever is wrong with its files becomes one error that names the file.
 
-    A name on the hub is no folder: the errors of Hugging Face say more about it.
+    If `place` is a name on the hub, the errors of Hugging Face pass through: they say more.
     """
     folder = None if place is None else Path(place) / (subfolder or "")
     if folder is None or not folder.is_dir():
@@ -49,30 +49,30 @@ def loading(place: str | os.PathLike[str] | None, subfolder: str | None = None) 
         yield
     except SubquadError:
         raise
-    except Exception as error:  # of safetensors, PyTorch, transformers: a file can be wrong in many ways
+    except Exception as error:  # from safetensors, PyTorch or transformers: a file can be wrong in many ways
         raise InputError(_why(folder, error)) from error
 
 
 def _require_safetensors(index: Path) -> None:
-    """Refuse an index that names other files than safetensors beside it."""
+    """Refuse an index that names anything but safetensors files beside it."""
     try:
         saved = typed_json.load(index)
         names = typed_json.parse(dict[str, str], saved.get("weight_map") if isinstance(saved, dict) else None, "weight_map")
     except (OSError, MisfitError) as error:
-        raise InputError(f"{index} cannot be read: {error}. Get the model again.") from error
+        raise InputError(f"{index} cannot be read: {error}. Get a new copy of the model.") from error
     for name in names.values():
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise InputError(f"{index} must name safetensors files beside it; got {name!r}. {ADVICE}")
+            raise InputError(f"{index} must name only safetensors files beside it; got {name!r}. {ADVICE}")
 
 
 def _why(folder: Path, error: Exception) -> str:
     weights = sorted(folder.glob("*.safetensors"))
     for path in weights:
         if damage := _damage(path):
-            return f"{path} is not a whole safetensors file: {damage}. Get it again."
+            return f"{path} is not a valid safetensors file: {damage}. Get a new copy."
     pickles = sorted(path for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles and not weights:
-        return f"{pickles[0]} could run code when it is loaded, and subquad loads safetensors alone. {ADVICE}"
+        return f"{pickles[0]} could run code when it is loaded; subquad loads only safetensors. {ADVICE}"
     return f"the model in {folder} cannot be loaded: {first_line(error)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,12 +31,21 @@ def all_finite(x: Tensor) -> bool:
     return total is not None and math.isfinite(total)
 
 
+def largest_magnitude(x: Tensor) -> float:
+    """The largest |x|; 0 where that is unknown."""
+    return _look(lambda: max(x.detach().amax().item(), -x.detach().amin().item()), x) or 0.0 if x.numel() else 0.0
+
+
 def _total(x: Tensor) -> float | None:
-    """The sum; None where values cannot be looked at, or not without waiting: traced calls, fake tensors, vmap, a GPU."""
+    return _look(lambda: x.detach().sum().item(), x)
+
+
+def _look(value: Callable[[], float], x: Tensor) -> float | None:
+    """What `value` reads of `x`; None where it cannot, or not without waiting: traced calls, fake tensors, vmap, a GPU."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return None
     try:
-        return x.detach().sum().item()
+        return value()
     except RuntimeError:
         return None
 

@@ -18,8 +18,8 @@ LOCK = ".lock"
 def exclusive(folder: Path, what: str) -> Iterator[int | None]:
     """Hold the lock of `folder`, so that no other process writes to it; `what` names the run in the error message.
 
-    Yields the lock's file descriptor: a worker that inherits it keeps the folder locked until it ends, too. An error of the
-    file system in the folder, such as a missing permission, becomes a `ResultsError`.
+    Yields the lock's file descriptor: a worker that inherits it also keeps the folder locked, until the worker ends. A file
+    system error in the folder, such as a missing permission or a full disk, becomes a `ResultsError`.
     """
     try:
         import fcntl
@@ -34,7 +34,7 @@ def exclusive(folder: Path, what: str) -> Iterator[int | None]:
         raise ResultsError(f"the results cannot be written to {folder}: {why}. Choose another folder.") from error
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, in whatever way
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, however it ends
         except OSError:
             raise ResultsError(f"another {what} is writing to {folder}. Wait for it, or choose another --out.") from None
         yield descriptor
@@ -42,8 +42,8 @@ def exclusive(folder: Path, what: str) -> Iterator[int | None]:
         if isinstance(error, SubquadError) or not _is_inside(error.filename, folder):
             raise
         raise ResultsError(
-            f"{error.filename} cannot be read or written: {error.strerror}. What was saved before is intact; check the "
-            "permissions of the folder, then resume."
+            f"{error.filename} cannot be read or written: {error.strerror}. What was saved before is intact. Check the "
+            "permissions of the folder and the free space on its disk, then resume."
         ) from error
     finally:
         os.close(descriptor)
@@ -54,7 +54,7 @@ def _is_inside(name: object, folder: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    """The descriptor of a lock file, whose content nobody reads or changes: it may be a hard link to another's file."""
+    """Open a lock file. Its content is never read or changed, because it may be a hard link to someone else's file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError:
@@ -68,4 +68,4 @@ def _open(path: Path) -> int:
 
 
 def _not_a_file(path: Path, got: str) -> ResultsError:
-    return ResultsError(f"the lock of a run, {path}, must be an ordinary file; got {got}. Remove it, or choose another folder.")
+    return ResultsError(f"the lock of a run, {path}, must be a regular file; got {got}. Remove it, or choose another folder.")

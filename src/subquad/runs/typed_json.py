@@ -2,14 +2,14 @@
 
     parse(Results, json.loads(text))
 
-walks through the type and the value together. Where they do not fit it raises a `MisfitError` with the place and the rule:
+walks through the type and the value together. Where they do not fit, it raises a `MisfitError` with the place and the rule:
 
     timings[3].rounds[0][1] must be a number from 1e-09 to 1e+09; got 0
 
-A type is a dataclass or a TypedDict, whose fields must all be there and no others; a list, tuple or dict of types; a union; a
-Literal; bool, int, float, str or None; Any for other JSON. `Annotated` adds a `Between` or a `Matching`. Numbers are finite,
-except in a `Figure`. JSON has no NaN, so `dumps` writes the three special numbers as text, as Protocol Buffers do. Text is made
-`printable`.
+A type is a dataclass or a TypedDict, whose required fields must all be there, and no unknown ones; a list, tuple or dict of
+types; a union; a Literal; bool, int, float, str or None; Any for other JSON. `Annotated` adds a `Between` or a `Matching`.
+Numbers are finite, except in a `Figure`. JSON has no NaN, so `dumps` writes the three special numbers as text, as Protocol
+Buffers do. Text is made `printable`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DEEPEST = 16  # levels of JSON that no type describes
 
 
 class MisfitError(ValueError):
-    """JSON that is not what its type says."""
+    """JSON that does not fit its type."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def misfit(place: str, rule: str, got: Any) -> MisfitError:
 
 
 def printable(text: str) -> str:
-    """`text` without characters that a terminal could obey, or that no file can hold."""
+    """`text` without characters that a terminal would act on, or that no file can hold."""
     return _UNPRINTABLE.sub("\ufffd", text)
 
 
@@ -105,7 +105,7 @@ def _without_special(value: Any) -> Any:
 
 
 def parse(kind: Any, value: Any, place: str = "") -> Any:
-    """`value`, which came from JSON, as `kind`; `place` is where it stands in the file."""
+    """`value`, which came from JSON, as `kind`; `place` is where it is in the file."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _annotated(arguments, value, place)
@@ -120,10 +120,7 @@ def parse(kind: Any, value: Any, place: str = "") -> Any:
     if origin is dict:
         entries = _expect(dict, value, place)
         names, kinds = arguments
-        return {
-            parse(names, name, f"a name in {place}"): parse(kinds, entry, _entry(place, name))
-            for name, entry in entries.items()
-        }
+        return {parse(names, name, _key(place)): parse(kinds, entry, _entry(place, name)) for name, entry in entries.items()}
     if is_dataclass(kind) or is_typeddict(kind):
         return _object(kind, value, place)
     return _untyped(value, place) if kind is Any else _scalar(kind, value, place)
@@ -169,7 +166,7 @@ def _object(kind: Any, value: Any, place: str) -> Any:
             raise MisfitError(f"{_field(place, name)} is missing")
     for name in value:
         if name not in known:
-            raise misfit(place, f"must have no other entries than {', '.join(known)}", name)
+            raise misfit(place, f"must have no entries other than {', '.join(known)}", name)
     found = {name: parse(known[name], entry, _field(place, name)) for name, entry in value.items()}
     return kind(**found)
 
@@ -185,7 +182,7 @@ def _fields(kind: Any) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _scalar(kind: Any, value: Any, place: str) -> Any:
-    """A bool is no number; an integer may stand for a float."""
+    """A bool is not a number; an integer may stand for a float."""
     fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     if not fits:
         raise misfit(place, f"must be {_NAMES[kind]}", value)
@@ -199,8 +196,7 @@ def _untyped(value: Any, place: str, depth: int = 0) -> Any:
         raise MisfitError(f"{place} must be nested at most {_DEEPEST} levels deep")
     if isinstance(value, dict):
         return {
-            _scalar(str, name, f"a name in {place}"): _untyped(entry, _entry(place, name), depth + 1)
-            for name, entry in value.items()
+            _scalar(str, name, _key(place)): _untyped(entry, _entry(place, name), depth + 1) for name, entry in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [_untyped(entry, f"{place}[{i}]", depth + 1) for i, entry in enumerate(value)]
@@ -216,6 +212,10 @@ def _expect(kind: type, value: Any, place: str) -> Any:
 
 def _field(place: str, name: str) -> str:
     return f"{place}.{name}" if place else name
+
+
+def _key(place: str) -> str:
+    return f"a key of {place or 'the file'}"
 
 
 def _entry(place: str, name: Any) -> str:

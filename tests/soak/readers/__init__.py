@@ -1,4 +1,4 @@
-"""All kinds of files that subquad reads, by name."""
+"""A reader for every kind of file that subquad reads, by name."""
 
 from tests.soak.readers.base import Reader
 from tests.soak.readers.runs import Comparison, Conversion, RepairCheckpoint, Training

@@ -1,4 +1,4 @@
-"""What reads files: a whole set of them, which of them are damaged, and the command or function that reads them."""
+"""Readers. Each has an intact set of files, the ones to damage, and the command or function that reads them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from subquad.errors import SubquadError
 from tests.soak import damage, payloads
 from tests.soak.damage import Damage
 
-SAVED = Path(__file__).parents[2] / "saved"  # small runs and models of an earlier version
+SAVED = Path(__file__).parents[2] / "saved"  # small runs and models that an earlier version wrote
 _KEPT: list[Any] = []
 
 
 class Reader(ABC):
-    """Files of one kind, whole in `prepare`, damaged by `spoil`, read by `read`, which raises what the user would see."""
+    """Files of one kind: `prepare` writes them intact, `spoil` damages one, `read` raises the error that a user would see."""
 
     share: ClassVar[int] = 4  # how often it is chosen
 
     @abstractmethod
     def prepare(self, folder: Path, chance: random.Random) -> list[Path]:
-        """Write whole files, and return those that are to be damaged."""
+        """Write intact files, and return those that may be damaged."""
 
     @abstractmethod
     def read(self, folder: Path, chance: random.Random) -> None:
-        """Read them as a user does."""
+        """Read the files as a user would."""
 
     def spoil(self, files: list[Path], mark: Path, chance: random.Random) -> Damage:
         """Damage one of the files."""
@@ -54,7 +54,7 @@ class TensorReader(Reader):
 
 
 def command(*arguments: str) -> None:
-    """Run a command of the command line in this process, and raise its error."""
+    """Run a command line in this process, and raise its error."""
     done = CliRunner().invoke(app, list(arguments))
     print(done.output)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
@@ -93,7 +93,7 @@ def converted() -> Path:
 
 @contextlib.contextmanager
 def captured() -> Any:
-    """What the block prints."""
+    """Capture what the block prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         yield out

@@ -1,4 +1,4 @@
-"""The files of runs: results, checkpoints."""
+"""The files of runs: results and checkpoints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Comparison(Reader):
             command("advise", "--length", str(chance.choice([1, 300, 16384, 500_000])), "--results", str(folder), *flags)
         elif how == "page":
             report_comparison(load_comparison(folder / "results.json"), folder, chance.random() < 0.05)
-        else:  # another machine made them: nothing is measured
+        else:  # they come from another machine, so nothing is measured
             compare(ComparisonPlan(("linear",), (16,)), Setting(threads=2), folder)
 
 
@@ -98,7 +98,7 @@ class Training(Reader):
             if results.records[0].status != "done":
                 raise SubquadError(results.records[0].why)
         if not all((folder / "victim" / name).exists() for name in ("best", "checkpoint-3")):
-            raise AssertionError("a run has removed the folders of another one")
+            raise AssertionError("a run removed the folders of another run")
 
 
 class Conversion(Reader):
@@ -121,7 +121,7 @@ class Conversion(Reader):
 
 
 class RepairCheckpoint(TensorReader):
-    """The checkpoint of a stage of repair."""
+    """The checkpoint of a repair stage."""
 
     def prepare(self, folder: Path, chance: random.Random) -> list[Path]:
         shutil.copytree(_repaired(), folder / "repair")
@@ -141,7 +141,7 @@ def tiny_digits() -> Any:
 
 
 class Small(Stage):
-    """A stage of repair that takes no time."""
+    """A repair stage that takes no time."""
 
     name, lr = "small", 0.1
 

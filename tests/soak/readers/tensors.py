@@ -1,4 +1,4 @@
-"""Models and tensors."""
+"""Files of models and tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MECHANISMS: dict[str, Any] = {
 
 
 class Model(Reader):
-    """The folder of a model: configs, tokenizer and weights."""
+    """A model folder: configs, tokenizer and weights."""
 
     share = 12
     origins: ClassVar[tuple[str, ...]] = ("model", "converted", "llama")
@@ -90,7 +90,7 @@ class Inputs(Reader):
 
 
 class States(TensorReader):
-    """Decode states that were saved."""
+    """Saved decode states."""
 
     def prepare(self, folder: Path, chance: random.Random) -> list[Path]:
         shutil.copy(SAVED / "states.pt", folder)

@@ -1,4 +1,4 @@
-"""Data of tasks, and calibration text."""
+"""The data of tasks, and calibration text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Data(Reader):
 
     @staticmethod
     def spoil_content(path: Path, chance: random.Random) -> Damage:
-        """Damage what is inside of a compressed file; a picture or a label of a table."""
+        """Damage what is inside: the text of a compressed file, or an image or a label in a table."""
         if path.suffix == ".parquet":
             return spoil_table(path, chance)
         packing: Any = {".xz": lzma, ".gz": gzip}.get(path.suffix)
@@ -123,7 +123,7 @@ def _data() -> Path:
 
 @contextlib.contextmanager
 def small_splits() -> Any:
-    """Splits and vocabularies that are small enough for made-up data."""
+    """Make splits and vocabularies small enough for made-up data."""
     sizes = {"HELD_OUT": {cifar10: 3, enwik8: 500, listops: 9}, "TRAIN": {listops: 40}}
     sizes["PIECES"] = dict.fromkeys((multi30k, stsb, wikitext2), 300)
     with contextlib.ExitStack() as changed:

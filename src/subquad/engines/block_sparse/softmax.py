@@ -9,9 +9,9 @@ with PyTorch's fused kernel and merges the results. It reads keys through overla
 backward pass recomputes the weights of each tile from `l` and the merged output (Dao et al., 2022, arXiv:2205.14135), so memory
 stays linear.
 
-The fused kernel adds a mask to the scores, which makes NaN of a masked score that has overflowed or is NaN; and it makes a
-number of some scores that are NaN. The fallback then computes everything again with plain operations, which replace masked
-scores; under torch.compile it cannot.
+The fused kernel adds a mask to the scores, which makes NaN of a masked score that has overflowed or is NaN; it makes a number
+of some scores that are NaN; and its gradients break down where the rounding error of scores exceeds 1. The fallback then
+computes everything with plain operations, which replace masked scores; under torch.compile it cannot.
 
 Z sequences, one per batch entry and key-value head, S subsequences of each, G query heads per key-value head, n queries, m
 keys, W channels; R = Z G rows of output, N queries each.
@@ -31,7 +31,7 @@ from subquad.engines.block_sparse.key_sets import pad_to
 from subquad.ops.dispatch import can_use_compiled
 from subquad.ops.double_backward import forbid_double_backward
 from subquad.ops.hugepages import advise_huge_pages
-from subquad.ops.precision import has_nan, needs_gradient
+from subquad.ops.precision import has_nan, largest_magnitude, needs_gradient
 from subquad.ops.tiles import (
     MASKED,
     CompiledSoftmax,
@@ -44,6 +44,7 @@ from subquad.ops.tiles import (
 )
 
 _PIECE = 2**20  # numbers of the output that are computed at a time
+_COUNTABLE = 2**18  # the rounding error of scores up to here is far below 1 in float32
 
 
 def attend(groups: Sequence[TileGroup], length: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -54,14 +55,21 @@ def attend(groups: Sequence[TileGroup], length: int, scale: float) -> tuple[Tens
         out, _, total = compiled(groups, length, scale, *inputs)
         return out, total == 0
     is_nan = any(has_nan(x) for group in groups for x in (group.query, group.key))
+    is_plain = is_nan or (needs_gradient(*inputs) and _score_bound(groups, scale) > _COUNTABLE)
     groups = [_gather_runs(group) for group in groups]
     inputs = differentiable(groups)
     # torch.compile takes a Function with setup_context only where a gradient is recorded.
     run = _MergedSoftmax.forward if torch.compiler.is_compiling() and not needs_gradient(*inputs) else _MergedSoftmax.apply
-    out, empty, _ = run(groups, length, scale, not is_nan, *inputs)
-    if not is_nan and has_nan(out):
+    out, empty, _ = run(groups, length, scale, not is_plain, *inputs)
+    if not is_plain and has_nan(out):
         out, empty, _ = run(groups, length, scale, False, *inputs)
     return out, empty
+
+
+def _score_bound(groups: Sequence[TileGroup], scale: float) -> float:
+    """No score is larger in magnitude; 0 where that is unknown."""
+    largest = [max(largest_magnitude(x) for x in tensors) for tensors in zip(*((g.query, g.key) for g in groups), strict=True)]
+    return largest[0] * largest[1] * groups[0].query.shape[-1] * abs(scale)
 
 
 def _gather_runs(group: TileGroup) -> TileGroup:

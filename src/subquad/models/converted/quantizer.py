@@ -105,7 +105,7 @@ def _is_of_mechanism(name: str) -> bool:
 
 def _shapes_in(file: str) -> dict[str, torch.Size]:
     if not file.endswith(".safetensors"):
-        raise InputError(f"a converted model is loaded from safetensors alone; got {file}. {weight_files.ADVICE}")
+        raise InputError(f"a converted model is loaded only from safetensors; got {file}. {weight_files.ADVICE}")
     with safe_open(file, framework="pt") as opened:
         names = opened.keys()
         return {name: torch.Size(opened.get_slice(name).get_shape()) for name in names}
