@@ -274,3 +274,35 @@ def test_rotary_state_fits_only_rotary():
     ):
         with pytest.raises(sq.StateError, match=message):
             rotary(x, is_causal=True, state=wrong)
+
+
+def sparse_masks():
+    real, scores = torch.ones(2, 8, dtype=torch.bool), torch.zeros(8, 8)
+    return [
+        ("linear", {"key_padding_mask": real.to_sparse()}),
+        ("softmax", {"attn_mask": scores.to_sparse()}),
+        ("softmax", {"attn_mask": scores.to_sparse_csr()}),
+        ("longformer", {"global_mask": real.to_sparse()}),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("number", range(4))
+def test_masks_must_be_dense(number):
+    method, options = sparse_masks()[number]
+    q, k, v = torch.randn(3, 2, 2, 8, 4).unbind(0)
+    with pytest.raises(sq.InputError, match=rf"{next(iter(options))} must be a dense tensor; got a sparse_\w+ one"):
+        sq.attention(q, k, v, method, **options)
+
+
+def test_tokens_must_be_dense():
+    with pytest.raises(sq.InputError, match="must be a dense tensor; got a sparse_coo one"):
+        sq.Attention(dim=8, heads=2, method="linear")(torch.randn(1, 5, 8).to_sparse())
+
+
+@pytest.mark.parametrize("method", ["induced", "hybrid", "reformer", "performer"])
+def test_a_module_on_another_device(method):
+    module = sq.registry.resolve(method).build(heads=2, head_dim=4)
+    x = torch.randn(1, 2, 9, 4, device="meta")
+    with pytest.raises(sq.InputError, match=r"must be on the device of the module, cpu, .*; got meta"):
+        module(x, x, x)

@@ -191,3 +191,36 @@ def test_detach():
 def test_bytes_of_a_linear_state():
     _, state = call("linear", torch.randn(2, 3, 50, 8))
     assert state.nbytes == 2 * 3 * 8 * (8 + 1) * 4
+
+
+def small_state():
+    q = torch.randn(2, 1, 3, 4)
+    return sq.attention(q, q, q, "linear", is_causal=True, return_state=True)[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_a_device_that_is_not_there():
+    with pytest.raises(sq.StateError, match="the state cannot be moved to cuda: "):
+        small_state().to("cuda")
+
+
+@pytest.mark.parametrize("index", [torch.tensor([0]).to_sparse(), torch.tensor([0], device="meta")], ids=["sparse", "meta"])
+def test_rows_must_be_listed_in_a_dense_tensor(index):
+    with pytest.raises(sq.StateError, match="index must be a dense 1-D int32 or int64 tensor"):
+        small_state().reorder(index)
+
+
+@pytest.mark.parametrize("tensors", [{}, None])
+def test_a_state_of_nothing_says_so(tensors):
+    state = sq.State(method="linear", kv_heads=1, head_dim=1, value_dim=1, dtype=torch.float32, length=0, tensors=tensors)
+    with pytest.raises(sq.StateError, match="tensors of a state"):
+        _ = state.batch
+
+
+def test_what_a_file_says_is_shown_escaped_and_shortened():
+    saved = {**small_state().state_dict(), "method": "\x1b[31m" + "x" * 10**6}
+    state, x = sq.State.from_state_dict(saved), torch.randn(2, 1, 1, 4)
+    with pytest.raises(sq.StateError) as caught:
+        sq.attention(x, x, x, "linear", is_causal=True, state=state)
+    assert "\x1b" not in str(caught.value)
+    assert len(str(caught.value)) < 500

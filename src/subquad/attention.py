@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from subquad import checks
 from subquad.engines import state_spec
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec
-from subquad.errors import InputError, OptionError
+from subquad.errors import InputError, OptionError, UnsupportedError
 from subquad.families.base import Mechanism, Sizes
 from subquad.families.recomputation import BufferHistory, is_recomputing
 from subquad.ops.precision import all_finite, needs_gradient
@@ -143,7 +144,9 @@ class MechanismModule(nn.Module):
         if self.method.fixes_value_dim and value.shape[3] != sizes.value_dim:
             raise InputError(f"this {name} module was built for value_dim={sizes.value_dim}; got value {tuple(value.shape)}.")
         checks.hidden(hidden, key, sizes.dim if self.method.reads_tokens else None, name)
-        call = Call(query=query, key=key, value=value, weights=self._weights(), hidden=hidden, **options)
+        weights = self._weights()
+        checks.weights(weights, query)
+        call = Call(query=query, key=key, value=value, weights=weights, hidden=hidden, **options)
         if not self.training or not self.method.info.updates or "decode" in call.needs:
             return _run(self.method, call)
         if is_recomputing():
@@ -210,6 +213,11 @@ def _with_seed(mechanism: Mechanism, seed: int) -> Mechanism:
 
 
 def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise UnsupportedError(
+            "torch.jit.trace records neither compiled kernels nor what depends on the length; got a traced call. "
+            "Use torch.export or torch.compile."
+        )
     checks.call(call)
     require(mechanism, (*call.needs, *needs))
     checks.shared_query_and_key(mechanism, call.query, call.key)
@@ -292,10 +300,14 @@ def _random_buffers(
 ) -> dict[str, Tensor]:
     """The buffers of a mechanism that is called as a function: drawn once, the same in every call.
 
-    `keep` is False for fake tensors, which must not be reused by a later real call.
+    `keep` is False for fake tensors, which must not be reused by a later real call. What is kept is drawn outside of whatever
+    transforms or traces this call.
     """
-    draw = _draw_once if keep else _draw
-    return draw(mechanism, Sizes(heads, kv_heads, head_dim, value_dim), device, dtype)
+    sizes = Sizes(heads, kv_heads, head_dim, value_dim)
+    if not keep:
+        return _draw(mechanism, sizes, device, dtype)
+    with torch._C._DisableFuncTorch(), _disable_current_modes():
+        return _draw_once(mechanism, sizes, device, dtype)
 
 
 def described(mechanism: Mechanism, scale: float | None) -> str:

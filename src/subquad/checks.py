@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from subquad.engines.call import Call
-from subquad.errors import InputError, StateError, closest, shown
+from subquad.errors import InputError, StateError, closest, shown, shown_text
 from subquad.families.base import LARGEST, SMALLEST, Mechanism, is_finite
 from subquad.state import State, is_checked, require_plausible
 
@@ -27,8 +28,7 @@ def tensors(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> N
                 f"{name} must have 4 dimensions (batch, heads, length, channels); got shape {tuple(x.shape)}. "
                 "Use unsqueeze for a missing batch or head, unflatten and transpose(1, 2) for heads inside the channels."
             )
-        if x.layout != torch.strided or x.is_nested:
-            raise InputError(f"{name} must be a dense tensor; got a sparse or nested one. Use to_dense or to_padded_tensor.")
+        dense(name, x)
         if x.dtype not in _DTYPES:
             raise InputError(
                 f"{name} must be float16, bfloat16, float32 or float64; got {x.dtype}. Convert it, for example with .float()."
@@ -62,6 +62,12 @@ def tensors(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> N
             f"Set enable_gqa=True to share each key-value head among several query heads."
         )
     divides(heads, kv_heads)
+
+
+def dense(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided or x.is_nested:
+        got = "nested one" if x.is_nested else f"{str(x.layout).removeprefix('torch.')} one"
+        raise InputError(f"{name} must be a dense tensor; got a {got}. Use to_dense or to_padded_tensor.")
 
 
 def _each(named: dict[str, Tensor], attribute: str) -> str:
@@ -129,6 +135,7 @@ def padding(mask: Tensor | None, expected: tuple[int, int], device: torch.device
             f"key_padding_mask must be bool, True for real tokens; got {got}. For ones and zeros pass mask.bool(); for "
             "the convention of torch.nn.MultiheadAttention, where True marks pads, pass ~mask."
         )
+    dense("key_padding_mask", mask)
     if tuple(mask.shape) != expected:
         raise InputError(f"key_padding_mask must be (batch, keys) = {expected}; got {tuple(mask.shape)}.")
     if mask.device != device:
@@ -141,6 +148,7 @@ def globals_(mask: Tensor | None, expected: tuple[int, int], device: torch.devic
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != expected:
         got = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"global_mask must be bool, True for global tokens, (batch, keys) = {expected}; got {got}.")
+    dense("global_mask", mask)
     if mask.device != device:
         raise InputError(f"global_mask must be on the device of the keys, {device}; got {mask.device}.")
 
@@ -151,6 +159,7 @@ def attn_mask(mask: Tensor | None, query: Tensor, keys: int) -> None:
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, query.dtype):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"attn_mask must be bool (True = may attend) or, to be added to the scores, {query.dtype}; got {got}.")
+    dense("attn_mask", mask)
     full = (query.shape[0], query.shape[1], query.shape[2], keys)
     sizes = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.dim() > 4 or any(size not in (1, whole) for size, whole in sizes):
@@ -201,7 +210,7 @@ def state_owner(state: State, method: str, x: Tensor) -> None:
     """Whether `state` was made by this method, for the batch size and device of x."""
     if state.method != method:
         raise StateError(
-            f"a state must be continued by the method that made it, {state.method}; got {method}. "
+            f"a state must be continued by the method that made it, {shown_text(state.method)}; got {method}. "
             "Start a new state with state=None."
         )
     if state.batch != x.shape[0]:
@@ -220,6 +229,7 @@ def tokens(name: str, x: Tensor, width: int, weight: Tensor | None = None) -> No
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != width:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"{name} must be (batch, length, {width}); got {got}.")
+    dense(name, x)
     if not x.is_floating_point():
         raise InputError(f"{name} must be floating point; got {x.dtype}. Embed integer ids first.")
     if weight is None or not weight.is_floating_point():
@@ -229,6 +239,15 @@ def tokens(name: str, x: Tensor, width: int, weight: Tensor | None = None) -> No
     cast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
     if x.dtype != weight.dtype and not cast:
         raise InputError(f"{name} must have the precision of the layer, {weight.dtype}; got {x.dtype}. Convert one of them.")
+
+
+def weights(weights: Mapping[str, Tensor], query: Tensor) -> None:
+    """The weights of a module must be on the device of its input."""
+    for name, x in weights.items():
+        if x.device != query.device:
+            raise InputError(
+                f"the input must be on the device of the module, {x.device}, where its {name} is; got {query.device}."
+            )
 
 
 def hidden(hidden: Tensor | None, key: Tensor, dim: int | None, method: str) -> None:

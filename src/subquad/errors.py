@@ -62,6 +62,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+def shown_text(text: str) -> str:
+    """Text of a file as a message shows it: without quotes, control characters escaped, not all of what is very long."""
+    text = repr(text)[1:-1]
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def first_line(error: BaseException) -> str:
     """The first line that an error of another library says, as a sentence."""
     said = f"there is no {error}" if isinstance(error, KeyError) else str(error)

@@ -39,7 +39,7 @@ class GrowingTensor:
     def append(self, new: Tensor, *, recorded: bool) -> GrowingTensor:
         """These rows and `new`. If autograd has `recorded` the rows it may have saved them, so nothing is written in place."""
         old = self.rows
-        if recorded or torch.compiler.is_compiling():
+        if recorded or torch.compiler.is_compiling() or (torch.is_grad_enabled() and old.requires_grad):
             return GrowingTensor(torch.cat([old, new], dim=-2))
         length = self.length + new.shape[-2]
         grown = GrowingTensor.__new__(GrowingTensor)
@@ -110,11 +110,19 @@ class State:
 
     @property
     def batch(self) -> int:
-        return rows(next(iter(self.tensors.values()))).shape[0]
+        return self._first.shape[0]
 
     @property
     def device(self) -> torch.device:
-        return rows(next(iter(self.tensors.values()))).device
+        return self._first.device
+
+    @property
+    def _first(self) -> Tensor:
+        try:
+            return rows(next(iter(self.tensors.values())))
+        except (AttributeError, StopIteration):
+            require_plausible(self)  # says what is wrong
+            raise
 
     @property
     def nbytes(self) -> int:
@@ -135,13 +143,21 @@ class State:
             target = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise StateError(f"device must be a device such as 'cpu' or 'cuda:0'; got {device!r}.") from error
-        return self._map(lambda tensor: tensor.to(target))
+        try:
+            return self._map(lambda tensor: tensor.to(target))
+        except (AssertionError, RuntimeError) as error:  # PyTorch was built without it, or this machine does not have it
+            raise StateError(f"the state cannot be moved to {target}: {error}") from error
 
     def reorder(self, index: Tensor) -> State:
         """The batch rows listed in `index` (any length, repeats allowed), as beam search needs."""
-        if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
-            came = f"{tuple(index.shape)} {index.dtype}" if isinstance(index, Tensor) else repr(index)
-            raise StateError(f"index must be a 1-D int32 or int64 tensor of batch rows; got {came}.")
+        is_list = isinstance(index, Tensor) and index.layout == torch.strided and index.dim() == 1 and not index.is_meta
+        if not is_list or index.dtype not in (torch.int32, torch.int64):
+            came = (
+                f"{tuple(index.shape)} {index.dtype} {index.layout} on {index.device}"
+                if isinstance(index, Tensor)
+                else shown(index)
+            )
+            raise StateError(f"index must be a dense 1-D int32 or int64 tensor of batch rows; got {came}.")
         if index.numel() and not bool((index >= 0).all() & (index < self.batch).all()):
             raise StateError(
                 f"index must have rows from 0 to {self.batch - 1}, since the batch size is {self.batch}; got {index.tolist()}."

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -139,3 +140,9 @@ def test_text_cannot_control_a_terminal_or_break_a_file():
     found = parse(dict[str, Any], {"a\x1b]0;b": "\x1b[31mred\x9b\ud800\ttab\nline"})
     assert found == {"a\ufffd]0;b": "\ufffd[31mred\ufffd\ufffd\ttab\nline"}
     "".join([*found, *found.values()]).encode()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "results.json")
+    with pytest.raises(OSError, match="it is not a regular file"):
+        load(tmp_path / "results.json")

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from subquad.errors import SubquadError
 from subquad.runs.lock import exclusive
 from tests.soak import FINDINGS, NATIVE, PARTS, report
 from tests.soak.run import Settings, run_one, run_part
@@ -40,9 +41,11 @@ def run(options, parts, console, start):
         with progress_bar(console) as shown:
             settings = settings_of(options, part, deadline)
             task = shown.add_task(part, total=settings.cases if settings.cases < sys.maxsize else None, note="")
-            run_part(settings, lambda found, task=task, shown=shown: advance(shown, task, found))
+            found = run_part(settings, lambda found, task=task, shown=shown: advance(shown, task, found))
+        if found.was_stopped:
+            break
     results = report.write_results(options.out, options.seed)
-    of_parts = {**results, "parts": {part: results["parts"][part] for part in parts}}
+    of_parts = {**results, "parts": {part: results["parts"][part] for part in parts if part in results["parts"]}}
     report.show(of_parts, console)
     console.print(f"Results: {options.out / 'results.json'}")
     return 1 if report.has_findings(of_parts) else 0
@@ -61,9 +64,16 @@ def parser():
     parser.add_argument(
         "--retry", action="store_true", help="run the cases of earlier findings again, with the code as it is now"
     )
-    parser.add_argument("--only", type=int, metavar="INDEX", help="repeat this one case, and show how it ends")
+    parser.add_argument("--only", type=index, metavar="INDEX", help="repeat this one case, and show how it ends")
     parser.add_argument("--report", type=Path, metavar="PAGE", help="run nothing; write the results into PAGE and a JSON file")
     return parser
+
+
+def index(text):
+    """For argparse: an integer of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0; got {text!r}")
+    return int(text)
 
 
 def count(text):
@@ -128,4 +138,7 @@ def advance(shown, task, found):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (SubquadError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad.runs.files import write_atomically
+from subquad.runs.results_file import ResultsError
 from tests.soak import FINDINGS
 
 SHRUNK = 3  # findings of one class that get a small reproduction
@@ -32,6 +33,7 @@ class PartProgress:
     counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     findings: list[dict[str, Any]] = field(default_factory=list)
     commits: list[str] = field(default_factory=list)
+    was_stopped: bool = False  # by Ctrl-C; not saved
 
     @property
     def done(self) -> int:
@@ -68,7 +70,7 @@ class PartProgress:
         return sum(finding_class(finding) == finding_class(result) for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "ahead": sorted(self.ahead)}
+        return {**{name: value for name, value in vars(self).items() if name != "was_stopped"}, "ahead": sorted(self.ahead)}
 
 
 def finding_class(finding: dict[str, Any]) -> str:
@@ -86,8 +88,11 @@ def load(out: Path, part: str, seed: int) -> PartProgress:
     path = path_of(out, part, seed)
     if not path.exists():
         return PartProgress(part, seed)
-    saved = json.loads(path.read_text())
-    return PartProgress(**{**saved, "ahead": set(saved["ahead"])})
+    try:
+        saved = json.loads(path.read_text())
+        return PartProgress(**{**saved, "ahead": set(saved["ahead"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ResultsError(f"{path} cannot be read: {error}. Choose another --out, or remove it.") from error
 
 
 def save(out: Path, progress: PartProgress) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from subquad.runs.files import write_atomically
 from subquad.runs.machine import describe_machine
+from subquad.runs.results_file import ResultsError
 from tests.soak import FINDINGS, PARTS, VERDICTS
 from tests.soak import progress as records
 from tests.soak.progress import PartProgress, finding_class
@@ -91,12 +92,17 @@ def rows(found: dict[str, Any]) -> list[tuple[str, list[int]]]:
 def update_page(page: Path, out: Path) -> None:
     """Copy the results beside the page, as far as there are new ones, and render its tables from there."""
     saved, new = page.with_suffix(".json"), out / "results.json"
+    text = page.read_text()
+    if not _MARKED.search(text):
+        raise ResultsError(f"{page} must have places for tables, <!-- soak:PART --> to <!-- soak:end -->; got none.")
+    if not new.exists() and not saved.exists():
+        raise ResultsError(f"there are no results to report: neither {new} nor {saved} exists. Run the soak test first.")
     results = json.loads(saved.read_text()) if saved.exists() else {**SCHEMA, "parts": {}}
     if new.exists():
         found = json.loads(new.read_text())
         results = {**found, "parts": {**results["parts"], **found["parts"]}}
         write_atomically(saved, (json.dumps(results, indent=1) + "\n").encode())
-    write_atomically(page, rendered(page.read_text(), results).encode())
+    write_atomically(page, rendered(text, results).encode())
 
 
 def rendered(text: str, results: dict[str, Any]) -> str:

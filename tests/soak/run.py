@@ -140,6 +140,7 @@ class _Run:
                 self.stop.set()
                 for thread in threads:
                     thread.join()
+                self.progress.was_stopped = request.requested
                 records.save(self.settings.out, self.progress)
 
     def retry(self) -> None:

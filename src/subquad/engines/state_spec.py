@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from subquad.errors import StateError
+from subquad.errors import StateError, shown_text
 from subquad.state import REPAIR, State, rows
 
 
@@ -93,4 +93,4 @@ def _has_shape(tensor: Tensor, spec: TensorSpec, lengths: dict[Rows, int]) -> bo
 
 
 def _refuse(state: State, rule: str) -> None:
-    raise StateError(f"after {state.length} tokens, a state of {state.method} {rule}. {REPAIR}")
+    raise StateError(f"after {state.length} tokens, a state of {shown_text(state.method)} {rule}. {REPAIR}")

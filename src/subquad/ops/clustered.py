@@ -46,7 +46,7 @@ class ClusterAttention(NamedTuple):
 def assign(code: Tensor, real: Tensor | None, clusters: int, iterations: int) -> Tensor:
     """As `subquad.engines.clustered.assign`."""
     code = native_call.as_rows(code)
-    assignment = torch.empty(code.shape[:3], dtype=torch.int64)
+    assignment = code.new_empty(code.shape[:3], dtype=torch.int64)
     numbers = dict(zip(_ASSIGN_SIZES, (*code.shape, clusters, iterations), strict=True))
     pointers = {"real": None if real is None else real.contiguous(), "assignment": assignment}
     work = code.numel() * clusters * iterations // 256
@@ -64,7 +64,7 @@ def forward(inputs: ClusteredInputs, clusters: int, topk: int, scale: float) -> 
         mass=query.new_empty(shape),
         level=query.new_empty(shape),
         total=query.new_empty(shape),
-        top=torch.empty(*shape, topk, dtype=torch.int32),
+        top=query.new_empty(*shape, topk, dtype=torch.int32),
     )
     _call("clustered_forward", {"query": query, "key": key, "value": value, "out": out}, inputs, shared, scale)
     return out, shared

@@ -14,6 +14,7 @@ Buffers do. Text is made `printable`.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -78,6 +79,8 @@ def printable(text: str) -> str:
 
 def load(path: Path) -> Any:
     """The JSON in a file, of any type; OSError if it cannot be read."""
+    if path.exists() and not path.is_file():  # reading a pipe would wait
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     try:
         return json.loads(path.read_bytes())
     except RecursionError:
