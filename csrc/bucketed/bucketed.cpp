@@ -151,7 +151,7 @@ struct Softmax {
             const T *q = c.query.at<T>(b, h, i), *k = c.key.at<T>(b, kv, i);
             T score = 0;
             for (Index d = 0; d < c.channels; ++d) score += q[d] * T(c.scale) * k[d];
-            top[i] = score, sum[i] = score == Pairs<T>::masked() ? T(0) : T(1);
+            top[i] = score, sum[i] = score == Pairs<T>::masked() ? T(0) : std::isnan(score) ? score : T(1);  // NaN must show
             std::memcpy(out[i], c.value.at<T>(b, kv, i), c.value_channels * sizeof(T));
         }
     }

@@ -121,9 +121,18 @@ def test_gradients_of_other_sequences_stay(case):
 @pytest.mark.parametrize("length", [1, 2, 7])
 @torch.no_grad()
 def test_a_query_of_few_keys_shows_its_nan(length):
-    """PyTorch's fused attention makes a number of it; the fallback must not."""
+    """PyTorch's fused attention makes a number of it; neither kernels nor fallbacks may."""
     query, key, value = torch.randn(3, 1, 1, length, 8).unbind(0)
     query[0, 0, -1, 0] = math.nan
-    with dispatch.disabled():
-        for method in (sq.Local(window=3), sq.SparseStrided(), sq.BigBird(block=6, random=1, globals=0)):
-            assert sq.attention(query, key, value, method)[0, 0, -1].isnan().all(), method
+    methods = (
+        sq.Local(window=3),
+        sq.SparseStrided(),
+        sq.BigBird(block=6, random=1, globals=0),
+        sq.Routing(clusters=5, chunk=8),
+    )
+    for method in methods:
+        for is_causal in (False, True):
+            for body in (nullcontext, dispatch.disabled):
+                with body():
+                    out = sq.attention(query, key, value, method, is_causal=is_causal)
+                assert out[0, 0, -1].isnan().all(), (method, is_causal, body)
