@@ -126,7 +126,7 @@ def test_a_query_of_few_keys_shows_its_nan(length):
     query[0, 0, -1, 0] = math.nan
     methods = (
         sq.Local(window=3),
-        sq.SparseStrided(),
+        sq.SparseStrided(stride=3),
         sq.BigBird(block=6, random=1, globals=0),
         sq.Routing(clusters=5, chunk=8),
     )
