@@ -22,7 +22,7 @@ def is_fused(prepared: Prepared) -> bool:
     options = prepared.mechanism
     has_global_rows = spec.has_global_mask or getattr(options, "num_global", 0) or getattr(options, "globals", 0)
     return engine in ("dense", "low_rank") or (
-        engine in ("block_sparse", "bucketed") and (spec.pieces is not None or has_global_rows)
+        engine in ("block_sparse", "bucketed") and (spec.pieces is not None or has_global_rows or not spec.is_native)
     )
 
 
