@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import subquad as sq
+from subquad.engines.call import Call
 from subquad.families.random_features import gaussian, orthogonal
 from subquad.mechanisms.performer import features, measure_p
 from subquad.ops import dispatch
@@ -170,3 +171,12 @@ def test_relu_features_of_tiny_keys_have_gradients(body):
     with body():
         (grad,) = torch.autograd.grad(sq.attention(q, k, v, sq.Performer(kind="relu", features=16)).sum(), k)
     assert (grad.abs().amax(-1) > 0).all()
+
+
+def test_directions_of_one_length_have_one_factor():
+    """A|w|^2 is the same for all of them, and must not differ by its rounding, which a large p makes larger than everything else."""
+    performer = sq.Performer(kind="favor++", p=1e20, features=24, regularized=True)
+    x = torch.randn(1, 1, 5, 16)
+    weights = dict(performer.build(heads=1, head_dim=16).named_buffers())
+    native = performer.rule(Call(query=x, key=x, value=x, weights=weights)).feature_map.native
+    assert native.bias.unique().numel() == 1

@@ -65,4 +65,4 @@ def features(mechanism: Any, x: Tensor, weights: dict[str, Tensor], scale: float
     if mechanism.info.name == "rfa":
         sigma = weights["sigma"].to(x.dtype)
         return rfa.phi(x, w * sigma.repeat_interleave(x.shape[1] // len(sigma), dim=0).unsqueeze(1)), zero
-    return performer.phi(x * math.sqrt(x.shape[-1] ** -0.5 if scale is None else scale), w, mechanism.kind)
+    return performer.phi(x * math.sqrt(x.shape[-1] ** -0.5 if scale is None else scale), w, "trig", None, w[:, 0])

@@ -111,18 +111,20 @@ class Performer(Kernelized):
         if self.kind == "favor++":
             p = measure_p(call.query, call.key, scale=scale) if self.p is None else torch.full_like(w[0, 0], self.p)
             a = shrinkage(p)
+        # Of one length, all directions have the same A|w|^2: a factor that cancels, and that rounding must not make different.
+        norms = torch.zeros_like(w[:, 0]) if self.regularized else None
         feature_map = FeatureMap(
-            query=lambda x: exponentiate(exponents(x, w, self.kind, scale, a), self.kind)[0],
-            key=lambda x: features(x, w, self.kind, scale, a),
+            query=lambda x: exponentiate(exponents(x, w, self.kind, scale, a, norms), self.kind)[0],
+            key=lambda x: features(x, w, self.kind, scale, a, norms),
             features=self.features * (2 if self.kind in ("hyperbolic", "trig") else 1),
             weights=(w,),
-            native=native_map(w, self.kind, scale, self.p),
+            native=native_map(w, self.kind, scale, self.p, norms),
             is_signed=self.kind == "trig",
         )
         return KernelizedRule(feature_map=feature_map)
 
 
-def native_map(w: Tensor, kind: Kind, scale: float, p: float | None) -> NativeMap | None:
+def native_map(w: Tensor, kind: Kind, scale: float, p: float | None, norms: Tensor | None = None) -> NativeMap | None:
     """The map of `features` in the compiled kernel, if the kernel has it."""
     weight = (torch.cat([w, -w]) if kind == "hyperbolic" else w) * math.sqrt(scale)
     if kind == "relu":
@@ -134,7 +136,7 @@ def native_map(w: Tensor, kind: Kind, scale: float, p: float | None) -> NativeMa
         return None
     a = shrinkage(p)
     constant += w.shape[1] / 4 * math.log(1 - 4 * a)
-    return NativeMap("exponential", scale, constant, weight * math.sqrt(1 - 4 * a), a * w.square().sum(-1))
+    return NativeMap("exponential", scale, constant, weight * math.sqrt(1 - 4 * a), a * squares(w, norms))
 
 
 def shrinkage(p: Any) -> Any:
@@ -143,9 +145,19 @@ def shrinkage(p: Any) -> Any:
     return (1 - 2 * p - root) / 16
 
 
-def features(x: Tensor, w: Tensor, kind: Kind, scale: float = 1.0, a: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """phi(sqrt(scale) x) = e^b f for x (..., n, D), w (m, D): f (..., n, m or 2m), b (..., n, 1). `a` is A of "favor++"."""
-    f, peak = exponentiate(exponents(x, w, kind, scale, a), kind)
+def squares(w: Tensor, norms: Tensor | None) -> Tensor:
+    """|w|^2 (m,) of each direction; `norms` instead, if given."""
+    return w.square().sum(-1) if norms is None else norms
+
+
+def features(
+    x: Tensor, w: Tensor, kind: Kind, scale: float = 1.0, a: Tensor | None = None, norms: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """phi(sqrt(scale) x) = e^b f for x (..., n, D), w (m, D): f (..., n, m or 2m), b (..., n, 1).
+
+    `a` is A of "favor++"; `norms` (m,) are taken for |w|^2, up to a constant.
+    """
+    f, peak = exponentiate(exponents(x, w, kind, scale, a, norms), kind)
     if kind == "relu":
         return f, None
     b = x.square().sum(-1, keepdim=True) * (scale / 2 if kind == "trig" else -scale / 2)
@@ -157,12 +169,12 @@ def features(x: Tensor, w: Tensor, kind: Kind, scale: float = 1.0, a: Tensor | N
     return f, b
 
 
-def exponents(x: Tensor, w: Tensor, kind: Kind, scale: float, a: Tensor | None) -> Tensor:
+def exponents(x: Tensor, w: Tensor, kind: Kind, scale: float, a: Tensor | None, norms: Tensor | None = None) -> Tensor:
     """w.x; for "hyperbolic" [w.x, -w.x]; for "favor++" A|w|^2 + sqrt(1-4A) w.x."""
     u = x @ (w * math.sqrt(scale)).mT  # (..., n, m)
     if kind == "hyperbolic":
         return torch.cat([u, -u], dim=-1)
-    return u if a is None else a * w.square().sum(-1) + (1 - 4 * a).sqrt() * u
+    return u if a is None else a * squares(w, norms) + (1 - 4 * a).sqrt() * u
 
 
 def exponentiate(u: Tensor, kind: Kind) -> tuple[Tensor, Tensor | None]:

@@ -37,15 +37,16 @@ def attention(
     if mechanism.kind == "favor++" and p is None:
         pairs = (x.unsqueeze(3) + y.unsqueeze(2)).square().sum(-1)  # (B, H, N, M)
         p = pairs.mean((1, 2, 3), keepdim=True) / dim if pairs.numel() else 0.0
-    f = phi(x, w, mechanism.kind, p)[0]
-    g, b = phi(y, w, mechanism.kind, p)
+    norms = torch.zeros_like(w[:, 0]) if mechanism.regularized else w.square().sum(-1)  # all the same, or not
+    f = phi(x, w, mechanism.kind, p, norms)[0]
+    g, b = phi(y, w, mechanism.kind, p, norms)
     b = b.mT.masked_fill(~allowed, -torch.inf)  # (B, H, N, M)
     largest = F.pad(b.detach(), (1, 0), value=-torch.inf).amax(-1, keepdim=True)  # -inf where there are no keys
     return average((f @ g.mT) * (b - largest.masked_fill(largest == -torch.inf, 0)).exp(), value)
 
 
-def phi(x: Tensor, w: Tensor, kind: str, p: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
-    """phi = e^b f: x (..., n, D), w (m, D) -> f (..., n, m or 2m), b (..., n, 1)."""
+def phi(x: Tensor, w: Tensor, kind: str, p: Tensor | float | None, norms: Tensor) -> tuple[Tensor, Tensor]:
+    """phi = e^b f: x (..., n, D), w (m, D) -> f (..., n, m or 2m), b (..., n, 1). `norms` are |w|^2, up to a constant."""
     u = x @ w.mT
     square = x.square().sum(-1, keepdim=True)
     if kind == "relu":
@@ -57,6 +58,6 @@ def phi(x: Tensor, w: Tensor, kind: str, p: Tensor | float | None = None) -> tup
     elif kind == "favor++":
         p = torch.as_tensor(p, dtype=x.dtype, device=x.device)
         a = (1 - 2 * p - ((2 * p + 1) ** 2 + 8 * p).sqrt()) / 16
-        u = a * w.square().sum(-1) + (1 - 4 * a).sqrt() * u
+        u = a * norms + (1 - 4 * a).sqrt() * u
     peak = u.detach().amax(-1, keepdim=True)
     return (u - peak).exp(), peak - square / 2
