@@ -120,7 +120,11 @@ def _section(name: str, results: dict[str, Any]) -> str:
     tables = []
     for label in found["counts"]:
         values = {**found, "counts": {label: found["counts"][label]}}
-        lines = [(value.removeprefix(f"{label}: "), row) for value, row in rows(values)[1:]]
+        lines = [
+            (value.removeprefix(f"{label}: "), row) for value, row in rows(values)[1:] if row[0]
+        ]  # retried findings leave 0
+        if not lines:
+            continue
         head = [HEADINGS.get(label, label), "cases", "answered", "refused", "findings"]
         body = [[value, row[0], row[1], row[2], sum(row[3:])] for value, row in lines]
         tables.append(_table(head, body))
