@@ -73,9 +73,9 @@ def attention(
     checks.tensors(query, key, value, enable_gqa=enable_gqa)
     weights: dict[str, Tensor] = {}
     if mechanism.info.random:
-        sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        heads, kv_heads, *dims = (_constant(n) for n in (query.shape[1], key.shape[1], query.shape[3], value.shape[3]))
         dtype = torch.promote_types(query.dtype, torch.float32)
-        weights = _random_buffers(mechanism, *sizes, query.device, dtype, type(query) is Tensor)
+        weights = _random_buffers(mechanism, heads, kv_heads, dims[0], dims[1], query.device, dtype, type(query) is Tensor)
     call = Call(
         query=query,
         key=key,
@@ -308,6 +308,11 @@ def _random_buffers(
         return _draw(mechanism, sizes, device, dtype)
     with torch._C._DisableFuncTorch(), _disable_current_modes():
         return _draw_once(mechanism, sizes, device, dtype)
+
+
+def _constant(size: int) -> int:
+    """`size`, which a traced call with symbols for sizes takes as a constant from here on."""
+    return len((None,) * size) if torch.compiler.is_compiling() else size
 
 
 def described(mechanism: Mechanism, scale: float | None) -> str:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines import clustered, hybrid, kernelized
+from subquad.engines import clustered, hybrid
 from subquad.engines.block_sparse import softmax
+from subquad.ops.kernelized import pytorch
 from subquad.testing import MechanismContract
 from subquad.testing.contract import Oracle
 from subquad.testing.contract.decoding import feed
@@ -27,8 +28,8 @@ class TestManyPieces(Oracle):
 
     @pytest.fixture(autouse=True)
     def many_pieces(self, monkeypatch):
-        monkeypatch.setattr(kernelized, "_PIECE_FEATURES", 1)
-        monkeypatch.setattr(kernelized, "_MIN_PIECE_ROWS", 1)
+        monkeypatch.setattr(pytorch, "_PIECE_FEATURES", 1)
+        monkeypatch.setattr(pytorch, "_MIN_PIECE_ROWS", 1)
         monkeypatch.setattr(softmax, "_PIECE", 1)
         monkeypatch.setattr(clustered, "_PIECE", 1)
         monkeypatch.setattr(hybrid, "_PIECE_PAIRS", 1)

@@ -5,8 +5,8 @@ import torch
 from benchmarks.engines import memory
 
 import subquad as sq
-from subquad.engines import kernelized
-from subquad.engines.chunk_weights import CHUNK
+from subquad.ops.kernelized import pytorch as kernelized
+from subquad.ops.kernelized.chunk_weights import CHUNK
 from tests.harness import DEFAULTS, Largest
 
 

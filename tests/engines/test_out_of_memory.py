@@ -11,11 +11,11 @@ import subquad as sq
 from subquad.engines.block_sparse import softmax
 from subquad.engines.convolution import add_convolved
 from subquad.errors import OutOfMemoryError
-from subquad.ops import bucketed, clustered, kernelized
+from subquad.ops import bucketed, clustered
 from subquad.ops.bucketed import Rule
 from subquad.ops.clustered import ClusteredInputs
 from subquad.ops.feature_map import FeatureMap, NativeMap
-from subquad.ops.kernelized import Inputs, KernelizedRule
+from subquad.ops.kernelized import Inputs, KernelizedRule, operator
 from subquad.ops.tiles import Tile, TileGroup
 from tests.engines.test_native import needs_compiled
 
@@ -65,7 +65,8 @@ def assignment(channels, tokens):
 def sums(channels, tokens):
     q, k, v = tensors(tokens, channels)
     linear = FeatureMap.symmetric(lambda x: x, channels, NativeMap("elu"))
-    return lambda: kernelized.forward(Inputs(q, k, v, None, True), KernelizedRule(feature_map=linear))
+    inputs, rule = Inputs(q, k, v, None, True), KernelizedRule(feature_map=linear)
+    return lambda: operator.attend(inputs, rule, {}, return_sums=False, needs_gradient=False)
 
 
 @kernel

@@ -4,7 +4,7 @@ import torch
 import subquad as sq
 from subquad import reference
 from subquad.engines import hybrid
-from subquad.engines.chunk_weights import CHUNK
+from subquad.ops.kernelized.chunk_weights import CHUNK
 from tests.harness import Largest, assert_close
 
 MAPS = ("hedgehog", "t2r", "linear")

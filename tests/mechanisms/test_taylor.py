@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.families.feature_maps import unit_vectors
+from subquad.ops.feature_map import unit_vectors
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])

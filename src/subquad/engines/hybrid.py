@@ -34,12 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.call import Call
-from subquad.engines.chunk_weights import CHUNK
-from subquad.engines.kernelized import scan
 from subquad.engines.state_spec import Rows, StateSpec, TensorSpec
 from subquad.masks import put_back, real_first, take_tokens, zero_pads
 from subquad.ops.feature_map import FeatureMap
 from subquad.ops.kernelized import Sums
+from subquad.ops.kernelized.chunk_weights import CHUNK
+from subquad.ops.kernelized.pytorch import scan
 from subquad.ops.precision import compute_dtype, needs_gradient, upcast
 from subquad.state import StateTensors
 

@@ -23,26 +23,12 @@ from subquad.errors import InputError
 from subquad.families.base import Sizes
 from subquad.families.kernelized import Kernelized
 from subquad.masks import zero_pads
-from subquad.ops.feature_map import FeatureMap
+from subquad.ops.feature_map import FeatureMap, elu_plus_one
 from subquad.ops.kernelized import KernelizedRule
 from subquad.ops.precision import upcast
 from subquad.state import StateTensors
 
 T2R_FEATURES = 32  # as in the paper
-
-
-def elu_plus_one(x: Tensor) -> Tensor:
-    """elu(x) + 1, without the rounding of (e^x - 1) + 1, which turns small features into 0."""
-    return x.relu() + x.clamp(max=0).exp_()
-
-
-def unit_vectors(x: Tensor) -> Tensor:
-    """x / |x|; a zero vector stays zero, with zero gradient."""
-    # Divide by the largest entry first: the squares of very small or very large entries would leave the range of the dtype.
-    largest = torch.maximum(x.detach().amax(-1, keepdim=True), -x.detach().amin(-1, keepdim=True))
-    x = x / largest.masked_fill(largest == 0, 1.0)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x / norm.masked_fill(norm == 0, 1.0)).masked_fill(largest == 0, 0.0)
 
 
 def require_positive_scale(scale: float | None, method: str) -> None:

@@ -12,9 +12,8 @@ from typing import ClassVar
 
 from subquad.engines.call import Call
 from subquad.families.base import Info
-from subquad.families.feature_maps import elu_plus_one
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
-from subquad.ops.feature_map import FeatureMap, NativeMap
+from subquad.ops.feature_map import FeatureMap, NativeMap, elu_plus_one
 from subquad.ops.kernelized import KernelizedRule
 
 INFO = Info(

@@ -28,10 +28,10 @@ from torch import Tensor
 from subquad.engines.call import Call
 from subquad.errors import OptionError
 from subquad.families.base import Info, Sizes
-from subquad.families.feature_maps import needs_module, unit_vectors
+from subquad.families.feature_maps import needs_module
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
 from subquad.families.random_features import gaussian
-from subquad.ops.feature_map import FeatureMap, NativeMap
+from subquad.ops.feature_map import FeatureMap, NativeMap, unit_vectors
 from subquad.ops.kernelized import KernelizedRule
 from subquad.ops.precision import compute_dtype
 

@@ -26,8 +26,8 @@ from subquad.engines.bucketed import Rule
 from subquad.engines.call import Call
 from subquad.families.base import Info, Sizes
 from subquad.families.bucketed import Bucketed, refuses
-from subquad.families.feature_maps import unit_vectors
 from subquad.masks import zero_pads
+from subquad.ops.feature_map import unit_vectors
 from subquad.ops.precision import compute_dtype, upcast
 
 INFO = Info(

@@ -12,14 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from subquad.engines.call import Call
 from subquad.families.base import Info
-from subquad.families.feature_maps import unit_vectors
 from subquad.families.kernelized import MEMORY, STATE, TIME, Kernelized, refuses
-from subquad.ops.feature_map import FeatureMap, NativeMap
+from subquad.ops.feature_map import FeatureMap, NativeMap, unit_and_one
 from subquad.ops.kernelized import KernelizedRule
 
 INFO = Info(
@@ -43,9 +39,5 @@ class Taylor(Kernelized):
     info: ClassVar[Info] = INFO
 
     def rule(self, call: Call) -> KernelizedRule:
-        feature_map = FeatureMap.symmetric(_phi, call.key.shape[-1] + 1, NativeMap("unit"))
+        feature_map = FeatureMap.symmetric(unit_and_one, call.key.shape[-1] + 1, NativeMap("unit"))
         return KernelizedRule(feature_map=replace(feature_map, is_signed=True))
-
-
-def _phi(x: Tensor) -> Tensor:
-    return torch.cat([unit_vectors(x), x.new_ones(*x.shape[:-1], 1)], dim=-1)

@@ -1,14 +1,16 @@
-"""The choice between a compiled kernel and its PyTorch fallback.
+"""The choice between an operator, whose body on CPUs is a compiled kernel, and plain PyTorch, and why.
 
-Every engine has both. The fallback runs wherever the compiled kernels cannot, and the tests compare the two. `disabled`, or the
-environment variable SUBQUAD_NATIVE=0, turns the compiled kernels off.
+Every engine can compute everything in PyTorch, and does so where there is a reason against the operator. `disabled`, or the
+environment variable SUBQUAD_NATIVE=0, turns the compiled kernels off. `recorded` tells what was chosen.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,11 +19,24 @@ from torch.autograd import forward_ad
 from subquad.ops import native_library
 
 _is_enabled = os.environ.get("SUBQUAD_NATIVE", "1") != "0"
+_record: list[Choice] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes one step of a call: the operator `subquad::NAME` or, for the `reasons` given, PyTorch."""
+
+    operator: str
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def is_native(self) -> bool:
+        return not self.reasons
 
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Run the PyTorch fallbacks only."""
+    """Run on PyTorch only."""
     global _is_enabled
     before, _is_enabled = _is_enabled, False
     try:
@@ -30,8 +45,52 @@ def disabled() -> Iterator[None]:
         _is_enabled = before
 
 
+@contextmanager
+def recorded() -> Iterator[list[Choice]]:
+    """A list of the choices that are made inside, in their order."""
+    global _record
+    before, _record = _record, []
+    try:
+        yield _record
+    finally:
+        _record = before
+
+
+def has_kernels() -> bool:
+    """Whether there are compiled kernels for this processor, and they are turned on."""
+    return _is_enabled and not native_library.why_missing()
+
+
+def choose(operator: str, tensors: tuple[Tensor | None, ...], *reasons: str) -> bool:
+    """Whether to call `subquad::OPERATOR` with these tensors. `reasons` are those that the caller knows against it."""
+    found = reasons or tuple(_reasons(tensors))
+    if _record is not None and not torch.compiler.is_compiling():
+        _record.append(Choice(operator, found))
+    return not found
+
+
+def _reasons(tensors: tuple[Tensor | None, ...]) -> Iterator[str]:
+    if not _is_enabled:
+        yield "compiled kernels are turned off, by SUBQUAD_NATIVE=0 or subquad.ops.disabled()"
+    elif missing := native_library.why_missing():
+        yield missing
+    given = [x for x in tensors if x is not None]
+    if device := next((x.device.type for x in given if x.device.type != "cpu"), None):
+        yield f"the tensors are on {device!r}, and compiled kernels are for CPUs"
+    if not torch.compiler.is_compiling():
+        if any(_is_distributed(x) for x in given):
+            yield "the tensors are distributed (DTensor)"
+        if forward_ad._current_level >= 0:
+            yield "compiled kernels have no forward-mode derivatives"
+
+
+def _is_distributed(x: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def can_use_compiled(*tensors: Tensor | None) -> bool:
-    """Whether a compiled kernel may read and write these tensors."""
+    """Whether a compiled kernel may read and write the memory of these tensors."""
     return _is_enabled and all(t is None or has_plain_memory(t) for t in tensors) and native_library.load() is not None
 
 

@@ -9,9 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 NativeKind = Literal["elu", "identity", "unit", "exponential", "relu", "softmax", "trigonometric"]
+
+
+RELU_SHIFT = 1e-3
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,13 @@ class NativeMap:
     constant: float = 0.0
     weight: Tensor | None = None
     bias: Tensor | None = None
+
+    def features(self, channels: int) -> int:
+        """m, for queries and keys of so many channels."""
+        angles = channels if self.weight is None else self.weight.shape[-2]
+        return {"unit": channels + 1, "exponential": angles, "relu": angles, "trigonometric": 2 * angles}.get(
+            self.kind, channels
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +84,57 @@ class FeatureMap:
         """The map that is left for queries and keys that have been projected already."""
         native = None if self.native is None else replace(self.native, weight=None)
         return replace(self, projection=None, weights=(), native=native)
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """elu(x) + 1, without the rounding of (e^x - 1) + 1, which turns small features into 0."""
+    return x.relu() + x.clamp(max=0).exp_()
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """x / |x|; a zero vector stays zero, with zero gradient."""
+    # Divide by the largest entry first: the squares of very small or very large entries would leave the range of the dtype.
+    largest = torch.maximum(x.detach().amax(-1, keepdim=True), -x.detach().amin(-1, keepdim=True))
+    x = x / largest.masked_fill(largest == 0, 1.0)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x / norm.masked_fill(norm == 0, 1.0)).masked_fill(largest == 0, 0.0)
+
+
+def known_map(native: NativeMap, channels: int) -> FeatureMap:
+    """The map of the compiled kernel in PyTorch, for queries and keys (B, K, n, D) of so many channels."""
+    weight, bias, scale = native.weight, native.bias, native.scale
+
+    def angles(x: Tensor) -> Tensor:
+        u = x if weight is None else x @ weight.to(x.dtype).mT
+        return u if bias is None else u + bias.to(x.dtype)
+
+    def exponential(x: Tensor) -> tuple[Tensor, Tensor]:
+        u = angles(x)
+        peak = u.detach().amax(-1, keepdim=True)
+        return (u - peak).exp(), peak + native.constant - scale / 2 * x.square().sum(-1, keepdim=True)
+
+    def sines(x: Tensor) -> Tensor:
+        u = x if weight is None else angles(unit_vectors(x))
+        return torch.cat([u.sin(), u.cos()], dim=-1) * scale
+
+    features = native.features(channels)
+    match native.kind:
+        case "elu":
+            return FeatureMap.symmetric(elu_plus_one, features, native)
+        case "identity":
+            return FeatureMap(query=lambda x: x * scale, key=lambda x: (x, None), features=features, native=native)
+        case "unit":
+            return FeatureMap.symmetric(unit_and_one, features, native)
+        case "exponential":
+            return FeatureMap(query=lambda x: exponential(x)[0], key=exponential, features=features, native=native)
+        case "relu":
+            return FeatureMap.symmetric(lambda x: angles(x).relu() + RELU_SHIFT, features, native)
+        case "softmax":
+            return FeatureMap(query=lambda x: x.softmax(-1), key=lambda x: (None, x), features=features, native=native)
+        case "trigonometric":
+            return FeatureMap.symmetric(sines, features, native)
+
+
+def unit_and_one(x: Tensor) -> Tensor:
+    """[x / |x|, 1]."""
+    return torch.cat([unit_vectors(x), x.new_ones(*x.shape[:-1], 1)], dim=-1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from subquad.errors import OutOfMemoryError
 from subquad.ops import native_library
 from subquad.ops.hugepages import advise_huge_pages
-from subquad.ops.precision import upcast
+from subquad.ops.precision import compute_dtype, upcast
 
 _DONE, _OUT_OF_MEMORY = 0, 1  # enum Result of csrc/common/errors.h
 _ONE_THREAD_WORK = 2**19  # multiplications that one thread finishes before a second one has woken up
@@ -82,8 +82,8 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def empty_rows(like: Tensor, width: int) -> Tensor:
-    """An uninitialised (B, H, N, width) tensor, with heads and tokens in the same order in memory as `like` has them."""
-    batch, heads, tokens, _ = like.shape
+    """An uninitialised (B, H, N, width) tensor in the precision to compute in, with heads and tokens in the order of `like`."""
+    (batch, heads, tokens, _), dtype = like.shape, compute_dtype(like)
     if like.stride(1) < like.stride(2):
-        return advise_huge_pages(like.new_empty(batch, tokens, heads, width).transpose(1, 2))
-    return advise_huge_pages(like.new_empty(batch, heads, tokens, width))
+        return advise_huge_pages(like.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2))
+    return advise_huge_pages(like.new_empty(batch, heads, tokens, width, dtype=dtype))

@@ -36,6 +36,18 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
+def why_missing() -> str:
+    """Why there are no compiled kernels; empty if there are."""
+    if load() is not None:
+        return ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"there are no compiled kernels for this processor ({capability}); compile them: pip install --editable ."
+
+
+# As torch.compiler.assume_constant_result does, without its import of the compiler: traced calls take the result as a constant.
+why_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _fingerprint(folder: Path) -> str:
     """A hash of the C++ sources; hatch_build.py computes the same one and compiles it into the library."""
     sources = sorted(path for ending in ("*.cpp", "*.h") for path in folder.rglob(ending))

@@ -5,63 +5,14 @@ B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv val
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import get_args
 
 from torch import Tensor
 
-from subquad.errors import InputError, StateError
+from subquad.errors import StateError
 from subquad.ops import native_call
-from subquad.ops.feature_map import FeatureMap, NativeKind
-
-Normalizer = Literal["sum", "mean", "none", "channel", "signed"]
-Sums = dict[str, Tensor]
-# The sums over the keys so far. S (B, K, m, Dv + 1), or (B, K, m, Dv) without a column of ones; level (B, K, 1, 1 or m), the
-# largest b so far, for maps phi = e^b f; count (B, 1, 1, 1), the number of keys, with the normalizer "mean".
-
-
-class Inputs(NamedTuple):
-    """What the kernel reads of a call."""
-
-    query: Tensor  # (B, H, N, D)
-    key: Tensor  # (B, K, M, D)
-    value: Tensor  # (B, K, M, Dv)
-    mask: Tensor | None  # (B, M) bool, True for real tokens
-    is_causal: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelizedRule:
-    """How a kernelized mechanism weighs keys; the mechanism passes it to the engine.
-
-    Args:
-        feature_map: phi.
-        normalizer: "sum" divides by phi(q) . z; "signed" does too, but keeps the magnitude of the denominator at `floor` or
-            above, for maps with negative features; "mean" divides by the number of keys; "channel" divides each feature of the
-            query by its own z; "none" does not divide.
-        floor: see "signed".
-        log_decay: (B, K, M), the logarithm of a gate g: `S <- g S + phi(k) v^T` at each token. Causal calls only.
-        write: (B, K, M), a factor w on what a token adds: `S <- g S + w phi(k) v^T`; None for 1.
-    """
-
-    feature_map: FeatureMap
-    normalizer: Normalizer = "sum"
-    floor: float = 0.0
-    log_decay: Tensor | None = None
-    write: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.feature_map.native is not None and (self.log_decay is not None or self.write is not None):
-            raise InputError(
-                "a feature map with log_decay or write cannot have a native form, because the compiled kernel would ignore "
-                f"them; got native={self.feature_map.native.kind!r}. Pass FeatureMap(native=None, ...)."
-            )
-
-    @property
-    def has_ones(self) -> bool:
-        """Whether values carry a column of ones, so that z is the last column of S."""
-        return self.normalizer in ("sum", "signed", "channel")
-
+from subquad.ops.feature_map import NativeKind
+from subquad.ops.kernelized.rule import Inputs, KernelizedRule, Normalizer, Sums
 
 # struct Call of csrc/kernelized/call.h, and its enums Kind and Normalizer, which have the order of the literals here.
 _KINDS, _NORMALIZERS = get_args(NativeKind), get_args(Normalizer)
@@ -76,17 +27,12 @@ _SUM_FIELDS = {"S": "sums", "level": "level", "count": "count"}
 
 
 def forward(
-    inputs: Inputs,
-    rule: KernelizedRule,
-    past: Sums | None = None,
-    *,
-    return_sums: bool = False,
-    return_denominators: bool = False,
+    inputs: Inputs, rule: KernelizedRule, past: Sums, *, return_sums: bool, return_denominators: bool
 ) -> tuple[Tensor, Sums, Tensor | None]:
     """The output (B, H, N, Dv), the sums after the last key, and the denominators (B, H, N)."""
     query, key, value = (native_call.as_rows(x) for x in inputs[:3])
-    out = native_call.empty_rows(query, value.shape[3])
-    shapes = _sum_shapes(key, value, rule)
+    out = native_call.empty_rows(inputs.query, value.shape[3])
+    shapes = sum_shapes(key, value, rule)
     if past and {name: t.shape for name, t in past.items()} != shapes:  # the kernel would read other memory
         found = {name: tuple(t.shape) for name, t in past.items()}
         raise StateError(
@@ -94,7 +40,7 @@ def forward(
         )
     sums = {name: value.new_empty(shape) for name, shape in shapes.items()} if return_sums else {}
     denominators = query.new_empty(query.shape[:3]) if return_denominators else None
-    pointers = _pointers(inputs, rule, past or {}, query)
+    pointers = _pointers(inputs, rule, past, query)
     pointers["denominators"] = denominators
     pointers |= {f"{_SUM_FIELDS[name]}_out": t for name, t in sums.items()}
     views = {"query": query, "key": key, "value": value, "out": out}
@@ -107,16 +53,16 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value from that of the output; `sums` are those of the forward pass, if not causal."""
     grad, query, key, value = (native_call.as_rows(x) for x in (grad, *inputs[:3]))
-    d_query, d_key, d_value = (native_call.empty_rows(x, x.shape[3]) for x in (query, key, value))
-    views = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
+    d_query, d_key, d_value = (native_call.empty_rows(x, x.shape[3]) for x in inputs[:3])
+    views = {"query": query, "key": key, "value": value, "out": native_call.as_rows(out), "grad": grad}
     views |= {"d_query": d_query, "d_key": d_key, "d_value": d_value}
     pointers = _pointers(inputs, rule, sums, query)
-    pointers["denominators"] = denominators
+    pointers["denominators"] = denominators.contiguous()
     native_call.call("backward", _Call, _numbers(views, inputs.is_causal, rule), views, pointers, _work(views, rule))
     return d_query, d_key, d_value
 
 
-def _sum_shapes(key: Tensor, value: Tensor, rule: KernelizedRule) -> dict[str, tuple[int, ...]]:
+def sum_shapes(key: Tensor, value: Tensor, rule: KernelizedRule) -> dict[str, tuple[int, ...]]:
     """The shapes of `Sums`."""
     feature_map, (batch, kv_heads) = rule.feature_map, key.shape[:2]
     assert feature_map.native is not None
