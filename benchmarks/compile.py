@@ -23,8 +23,10 @@ from rich.console import Console
 from torch import Tensor
 
 import subquad as sq
-from benchmarks.common import header, middle_80_percent, new_table, parse_numbers, write
 from subquad.registry import resolve
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
+from benchmarks.common import describe_setup, header, markdown, middle_80_percent, new_table, parse_numbers, write
 
 HEADS, HEAD_DIM = 8, 64
 IN_TURN = (4096, 4000, 3500, 3001)
@@ -119,6 +121,18 @@ def show(results: dict[str, Any]) -> None:
         spread = f"{row['from']:.2f} to {row['to']:.2f}"
         table.add_row(name, row["pass"], f"{row['length']:,}", f"{row['speedup']:.2f}", spread, str(row["compilations"]))
     Console().print(table)
+
+
+def section(results: dict[str, Any]) -> str:
+    """The table in docs/performance.md."""
+    rows = []
+    for method, is_causal in dict.fromkeys((row["method"], row["is_causal"]) for row in results["rows"]):
+        own = [row for row in results["rows"] if (row["method"], row["is_causal"]) == (method, is_causal)]
+        cells = [f"{row['speedup']:.2f}" for row in own]
+        rows.append([f"`{method}`{', causal' if is_causal else ''}", *cells, str(max(row["compilations"] for row in own))])
+    passes = [f"{row['pass']}, {row['length']:,}" for row in results["rows"] if row["method"] == results["rows"][0]["method"]]
+    headings = ["method", *dict.fromkeys(passes), "compilations"]
+    return "\n".join([describe_setup(results), "", *markdown(headings, rows), "", f"Command: `{results['command']}`"])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
+from benchmarks import compile as compilation
 from benchmarks import converting, engines, features, peers, roofline, serving, steps
 from benchmarks.suite import page, times
 from subquad.runs.files import write_atomically
@@ -26,7 +27,13 @@ PERFORMANCE, RESULTS, CONVERTING = (ROOT / "docs" / f"{name}.md" for name in ("p
 README = ROOT / "README.md"
 TIMES = times.beside(ROOT / "benchmarks" / "results.json")
 SECTIONS: dict[Path, Sections] = {
-    PERFORMANCE: {"peers": peers.section, "roofline": roofline.section, "growth": engines.section, "steps": steps.section},
+    PERFORMANCE: {
+        "peers": peers.section,
+        "roofline": roofline.section,
+        "growth": engines.section,
+        "steps": steps.section,
+        "compile": compilation.section,
+    },
     CONVERTING: {"converting": converting.section, "serving": serving.section, "features": features.section},
     RESULTS: {"results": lambda found: page.section(found, times.read(TIMES))},
     README: {"results": page.overview},
