@@ -215,7 +215,7 @@ def _with_seed(mechanism: Mechanism, seed: int) -> Mechanism:
 def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UnsupportedError(
-            "torch.jit.trace records neither compiled kernels nor what depends on the length; got a traced call. "
+            "torch.jit.trace cannot record compiled kernels, and it would fix the sequence length; got a traced call. "
             "Use torch.export or torch.compile."
         )
     checks.call(call)

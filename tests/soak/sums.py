@@ -1,9 +1,9 @@
-"""The mechanisms whose features may be negative, by sums over keys: how far rounding takes these where the sums cancel.
+"""Mechanisms whose features may be negative, computed by sums over keys: how far rounding takes them where the sums cancel.
 
     o_i = phi(q_i) S_i / (phi(q_i) . z_i),    S_i = sum_j phi(k_j) v_j^T,    z_i = sum_j phi(k_j)
 
-The reference weighs pairs. Its numerator and denominator have the same weights, whose errors cancel in the quotient. Sums over keys are
-what makes the mechanisms linear in the length, and theirs do not.
+The reference weighs pairs: numerator and denominator use the same weights, so rounding errors in the weights cancel in the quotient.
+The mechanisms sum over keys, which makes them linear in the length, and there rounding errors do not cancel.
 """
 
 from __future__ import annotations

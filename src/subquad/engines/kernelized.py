@@ -2,10 +2,10 @@
 
     o_i = phi(q_i) S_i / (phi(q_i) . z_i),    S_i = sum_j phi(k_j) v_j^T,    z_i = sum_j phi(k_j)
 
-over all keys j, or over j <= i when causal. `subquad.ops.kernelized` computes it; here is what it computes it of.
+over all keys j, or over j <= i when causal. `subquad.ops.kernelized` does the computation; this module prepares its inputs.
 
 Where features may be negative, the sums of a few keys may cancel almost completely. Up to `_FEW_KEYS` of them are weighed pair
-by pair instead: numerator and denominator then have the same weights, and rounding cannot take them apart.
+by pair instead: numerator and denominator then have the same weights, so rounding cannot make them disagree.
 
 B batch, H query heads, K key-value heads, G = H / K query heads per key-value head, N queries, M keys, D channels, Dv value
 channels, m features.
@@ -73,7 +73,7 @@ def _cancels(inputs: Inputs, rule: KernelizedRule, sums: Sums) -> bool:
 
 
 def _reasons(inputs: Inputs, rule: KernelizedRule, sums: Sums, *, return_sums: bool) -> list[str]:
-    """Why the operator cannot compute this: it has no gradients of states, nor of weights except by a projection."""
+    """Why the operator cannot be used. It has no gradients for states, and for weights only if PyTorch applies them."""
     feature_map, reasons = rule.feature_map, []
     if feature_map.native is None:
         reasons.append("the compiled kernel does not have this feature map")

@@ -1,7 +1,8 @@
-"""The choice between an operator, whose body on CPUs is a compiled kernel, and plain PyTorch, and why.
+"""Chooses between compiled kernels and plain PyTorch, and records why.
 
-Every engine can compute everything in PyTorch, and does so where there is a reason against the operator. `disabled`, or the
-environment variable SUBQUAD_NATIVE=0, turns the compiled kernels off. `recorded` tells what was chosen.
+Every engine can compute everything in PyTorch. The kernelized engine calls an operator unless there is a reason not to
+(`choose`); the others call their kernels directly (`can_use_compiled`). `disabled`, or the environment variable
+SUBQUAD_NATIVE=0, turns the kernels off. `recorded` lists what `choose` decided.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _record: list[Choice] | None = None
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes one step of a call: the operator `subquad::NAME` or, for the `reasons` given, PyTorch."""
+    """What computes one step of a call: the operators `subquad::OPERATOR_...` or, for the reasons given, PyTorch."""
 
     operator: str
     reasons: tuple[str, ...] = ()
@@ -62,7 +63,7 @@ def has_kernels() -> bool:
 
 
 def choose(operator: str, tensors: tuple[Tensor | None, ...], *reasons: str) -> bool:
-    """Whether to call `subquad::OPERATOR` with these tensors. `reasons` are those that the caller knows against it."""
+    """Whether to call the operators `subquad::OPERATOR_...` with these tensors. `reasons`: what the caller knows against it."""
     found = reasons or tuple(_reasons(tensors))
     if _record is not None and not torch.compiler.is_compiling():
         _record.append(Choice(operator, found))

@@ -18,7 +18,7 @@ from subquad.ops import dispatch
 from subquad.ops.precision import needs_gradient
 
 _LIBRARY = torch.library.Library("subquad", "DEF")
-# The strides of results follow from those of arguments, so a compiler must not change them. Older releases keep their order.
+# Result strides follow argument strides, so a compiler must not change them. Older PyTorch can only promise their order.
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 
@@ -42,15 +42,15 @@ def define(
 class Differentiable:
     """An operator with a gradient.
 
-    `torch.library.register_autograd` serves traced calls, and those who call the operator itself. The others go through a
-    `torch.autograd.Function`, because only that works under the transformations of `torch.func`.
+    Traced calls, and direct calls of the operator, use the formula registered by `torch.library.register_autograd`. Eager calls
+    through this class use a `torch.autograd.Function`, because only that works under the transformations of `torch.func`.
 
     Args:
         operator: returns a tuple of tensors.
-        outputs: how many of these have a gradient: the first ones.
-        save: from the arguments and the results, the tensors that `gradients` needs, and everything else that it needs.
-        gradients: from the gradients of the outputs, these tensors, the rest, and which arguments need one, the gradient of
-            each argument.
+        outputs: how many of these have a gradient; they come first.
+        save: takes (arguments, results); returns the tensors to save for `gradients`, and any other values it needs.
+        gradients: takes (gradients of the outputs, saved tensors, other values, which arguments need a gradient); returns one
+            gradient per argument.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Differentiable:
 def fold_vmap(operator: torch._ops.OpOverload, weights: Sequence[int]) -> None:
     """Make `torch.func.vmap` of an operator one call: the mapped dimension becomes part of the batch.
 
-    Tensors in arguments and results have the batch as their first dimension, except the arguments at the places `weights`.
+    All tensors, in and out, have the batch as their first dimension, except the arguments at the positions in `weights`.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> tuple[Any, Any]:
@@ -105,8 +105,8 @@ def fold_vmap(operator: torch._ops.OpOverload, weights: Sequence[int]) -> None:
         mapped = [place for place in weights if in_dims[place] is not None]
         if mapped:
             raise UnsupportedError(
-                f"torch.func.vmap of {operator} must not map the weights of a feature map; got argument {mapped[0]} mapped. "
-                "Call it in a loop, or inside of subquad.ops.disabled()."
+                f"torch.func.vmap of {operator} cannot map over the weights of a feature map; argument {mapped[0]} is mapped. "
+                "Loop over the weights instead, or call vmap inside subquad.ops.disabled()."
             )
 
         def folded(x: Any, dim: int | None, place: int) -> Any:

@@ -91,7 +91,7 @@ def _forward(body: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 
 
 def _has_levels(inputs: Inputs, rule: KernelizedRule) -> bool:
-    """Whether denominators are relative to levels that each body has at other tokens."""
+    """Whether denominators are relative to running levels; the two bodies update those at different tokens."""
     return inputs.is_causal and "level" in native.sum_shapes(inputs.key, inputs.value, rule)
 
 
@@ -106,7 +106,8 @@ def _pytorch_forward(
 ) -> tuple[Tensor, Sums, Tensor | None]:
     found, denominators = pytorch.attend(inputs, rule, sums)
     if _has_levels(inputs, rule):
-        denominators = denominators * torch.nan  # relative to other levels than those of the kernel: see `_native_backward`
+        # NaN marks them as unusable by the kernel, whose levels differ; `_native_backward` checks for it.
+        denominators = denominators * torch.nan
     out = native_call.empty_rows(inputs.query, inputs.value.shape[3]).copy_(found)
     return out, sums if return_sums else {}, denominators.squeeze(-1) if return_denominators else None
 
@@ -144,7 +145,7 @@ def _native_backward(
 ) -> tuple[Tensor, ...]:
     inputs, numbers = _checked(query, key, value, mask, given)
     rule = numbers.rule(key.shape[3])
-    if _has_levels(inputs, rule) and denominators.isnan().all():  # the forward pass was that of PyTorch
+    if _has_levels(inputs, rule) and denominators.isnan().all():  # the forward pass ran in PyTorch
         return _pytorch_backward(grad, query, key, value, mask, out, denominators, sums, level, count, *given)
     found = {name: t for name, t in zip(_SUMS, (sums, level, count), strict=True) if t.numel()}
     results: dict[str, tuple[int, ...]] = {"out": (*query.shape[:3], value.shape[3]), "denominators": query.shape[:3]}
@@ -232,7 +233,7 @@ fold_vmap(BACKWARD, weights=(10, 11))
 
 
 def attend(inputs: Inputs, rule: KernelizedRule, past: Sums, *, return_sums: bool, needs_gradient: bool) -> tuple[Tensor, Sums]:
-    """The output (B, H, N, Dv) and, with `return_sums`, the sums after the last key. Gradients need a call without sums."""
+    """The output (B, H, N, Dv) and, with `return_sums`, the final sums. With gradients: no `past` and no `return_sums`."""
     if not needs_gradient and dispatch.can_use_compiled(*inputs[:3], *past.values()):
         # The body itself: when a single token is decoded, PyTorch's dispatcher takes longer than the kernel.
         out, sums, _ = native.forward(inputs, rule, past, return_sums=return_sums, return_denominators=False)
