@@ -232,3 +232,12 @@ def test_tensors_that_do_not_fit_are_refused(name):
                 func(*(x.detach()[:1, :1] if i == place else x for i, x in enumerate(args)))
             is_refused.append(func)
     assert is_refused
+
+
+@every_mechanism
+@pytest.mark.parametrize(("queries", "keys"), [(0, 70), (70, 0), (0, 0)])
+def test_gradients_without_queries_or_keys(mechanism, queries, keys):
+    q, k, v = (x[:, :, :n].detach().requires_grad_() for x, n in zip(tensors(), (queries, keys, keys), strict=True))
+    grads = torch.autograd.grad(attend(q, k, v, mechanism=mechanism).sum(), (q, k, v))
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    assert all((g == 0).all() for g in grads)

@@ -148,11 +148,10 @@ def _native_backward(
     if _has_levels(inputs, rule) and denominators.isnan().all():  # the forward pass ran in PyTorch
         return _pytorch_backward(grad, query, key, value, mask, out, denominators, sums, level, count, *given)
     found = {name: t for name, t in zip(_SUMS, (sums, level, count), strict=True) if t.numel()}
-    results: dict[str, tuple[int, ...]] = {"out": (*query.shape[:3], value.shape[3]), "denominators": query.shape[:3]}
-    if not inputs.is_causal and query.numel():
-        results |= native.sum_shapes(key, value, rule)
+    shape = (*query.shape[:3], value.shape[3])
+    shapes = {"grad": shape, "out": shape, "denominators": query.shape[:3], **native.sum_shapes(key, value, rule)}
     for name, x in {"grad": grad, "out": out, "denominators": denominators, **found}.items():
-        _require(x, name, results.get(name, results["out"]))
+        _require(x, name, shapes[name])
     return native.backward(grad, inputs, rule, out, denominators.to(out.dtype), found)
 
 
