@@ -12,7 +12,6 @@ from subquad.engines.block_sparse import softmax
 from subquad.ops import dispatch
 from subquad.ops.tiles import Tile, TileGroup
 from subquad.testing import assert_close, inputs
-from tests.engines.test_native import needs_compiled
 from tests.harness import CASES, every_case
 
 PATTERNS = [
@@ -138,18 +137,24 @@ def test_exponents_down_to_the_range_of_the_dtype(body, is_causal):
     assert_close(found.double(), case.reference(x.map(torch.Tensor.double), is_causal=is_causal), 1e-6)
 
 
-@needs_compiled
+@both_bodies
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "mechanism",
     [*PATTERNS, sq.Pooled(stride=6, window=5), sq.Routing(clusters=2, chunk=8), sq.Clustered(clusters=3, topk=2)],
     ids=str,
 )
-def test_equal_large_scores_have_equal_weights(mechanism):
-    """The backward pass recomputes weights that sum to 1; a log-sum-exp of 1e30 has no room for the number of keys."""
-    q, k = (torch.full((1, 2, 50, 8), 1e15) for _ in range(2))
-    v = torch.randn(1, 2, 50, 3, requires_grad=True)
-    (found,) = torch.autograd.grad(sq.attention(q, k, v, mechanism).sum(), v)
-    assert_close(found.sum(2), torch.full_like(found.sum(2), 50.0), 1e-5)
+def test_equal_large_scores_have_equal_weights(mechanism, dtype, body):
+    """A log-sum-exp of 1e30 has no room for the number of keys, which counts where sets of keys are merged and in gradients."""
+    q, k = (torch.full((1, 2, 50, 8), 1e15, dtype=dtype) for _ in range(2))
+    v = torch.randn(1, 2, 50, 3, dtype=dtype, requires_grad=True)
+    small = v.detach().requires_grad_()
+    with body():
+        out, expected = sq.attention(q, k, v, mechanism), sq.attention(q / 1e15, k / 1e15, small, mechanism)
+    weights = torch.randn_like(out)
+    (found,), (right,) = torch.autograd.grad(out, v, weights), torch.autograd.grad(expected, small, weights)
+    assert_close(out, expected, 1e-5)
+    assert_close(found, right, 1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["compiled", "fused", "plain"])

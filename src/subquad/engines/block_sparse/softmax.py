@@ -1,16 +1,18 @@
 """Exact softmax attention over tile groups: what the sparse engines compute.
 
-The softmax over a disjoint union is a sum of the softmaxes over its sets, weighted by their log-sum-exp:
+The softmax over a disjoint union is a weighted sum of the softmaxes over its sets. With the largest score t_p of set p and
+w_p = sum_j e^(s_j - t_p) over its scores s_j:
 
-    o = sum_p e^(l_p - l) o_p,    l = log sum_p e^(l_p)
+    o = sum_p e^(t_p - t) w_p o_p / w,    t = max_p t_p,    w = sum_p e^(t_p - t) w_p
 
 The compiled kernel keeps one running softmax per query over all tile groups. The PyTorch fallback computes one tile at a time
 with PyTorch's fused kernel and merges the results. It reads keys through overlapping views, never copied for a tile, and its
-backward pass recomputes the weights of each tile from `l` and the merged output (Dao et al., 2022, arXiv:2205.14135), so memory
-stays linear.
+backward pass recomputes the weights of each tile from `t`, `w` and the merged output (Dao et al., 2022, arXiv:2205.14135), so
+memory stays linear.
 
-The fused kernel adds a mask to the scores, which makes NaN of a masked score that has overflowed or is NaN; it makes a number
-of some scores that are NaN; and its gradients break down where the rounding error of scores exceeds 1. The fallback then
+The fused kernel returns t + log w instead of t and w, so its results are wrong where scores are so large that adding log w
+does not change them: the merge weighs sets wrongly, and gradients break down. It also adds a mask to the scores, which makes
+NaN of a masked score that has overflowed or is NaN, and it makes a number of some scores that are NaN. The fallback then
 computes everything with plain operations, which replace masked scores; under torch.compile it cannot.
 
 Z sequences, one per batch entry and key-value head, S subsequences of each, G query heads per key-value head, n queries, m
@@ -55,15 +57,15 @@ def attend(groups: Sequence[TileGroup], length: int, scale: float) -> tuple[Tens
         out, _, total = compiled(groups, length, scale, *inputs)
         return out, total == 0
     is_nan = any(has_nan(x) for group in groups for x in (group.query, group.key))
-    is_plain = is_nan or (needs_gradient(*inputs) and _score_bound(groups, scale) > _COUNTABLE)
+    is_plain = is_nan or _score_bound(groups, scale) > _COUNTABLE
     groups = [_gather_runs(group) for group in groups]
     inputs = differentiable(groups)
     # torch.compile takes a Function with setup_context only where a gradient is recorded.
     run = _MergedSoftmax.forward if torch.compiler.is_compiling() and not needs_gradient(*inputs) else _MergedSoftmax.apply
-    out, empty, _ = run(groups, length, scale, not is_plain, *inputs)
+    out, _, total = run(groups, length, scale, not is_plain, *inputs)
     if not is_plain and has_nan(out):
-        out, empty, _ = run(groups, length, scale, False, *inputs)
-    return out, empty
+        out, _, total = run(groups, length, scale, False, *inputs)
+    return out, total == 0
 
 
 def _score_bound(groups: Sequence[TileGroup], scale: float) -> float:
@@ -140,7 +142,7 @@ def _with_last_channel(x: Tensor, last: Tensor, width: int) -> Tensor:
 
 
 class _MergedSoftmax(torch.autograd.Function):
-    """The output (R, N, E), which of its rows are empty, and its log-sum-exp, both (R, N)."""
+    """The output (R, N, E), the largest score of each row and `sum e^(score - largest)`, (R, N); both are 0 for empty rows."""
 
     @staticmethod
     def forward(
@@ -149,44 +151,41 @@ class _MergedSoftmax(torch.autograd.Function):
         """`_` is `differentiable(groups)`."""
         wide, query, width = _Wide.of(groups, scale, is_fused), groups[0].query, groups[0].value.shape[-1]
         out = advise_huge_pages(query.new_empty(query.shape[0] * query.shape[2], length, width))
-        lse = out.new_empty(out.shape[:2])
-        empty = out.new_empty(out.shape[:2], dtype=torch.bool)
+        top, total = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
         for start, end in _row_pieces(out, groups):
             pieces = [_slice_rows(group, start, end) for group in wide.groups]
             results = [_attend_group(piece, wide) for piece in pieces]
-            merged, level = _merge(results, [piece.output_row for piece in pieces], length)
-            is_empty = level == MASKED
-            out[start:end] = merged[..., :width].masked_fill_(is_empty.unsqueeze(-1), 0)
-            lse[start:end] = level.masked_fill_(is_empty, 0)  # so that e^(score - lse) of a masked pair is 0
-            empty[start:end] = is_empty
-        return out, empty, lse
+            merged, level, total[start:end] = _merge(results, [piece.output_row for piece in pieces], length)
+            out[start:end] = merged[..., :width]
+            top[start:end] = level.masked_fill_(level == MASKED, 0)  # so that e^(score - top) of a masked pair is 0
+        return out, top, total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         groups, _, ctx.scale, ctx.is_fused, *_ = inputs
-        out, empty, lse = output
-        ctx.mark_non_differentiable(empty, lse)
-        save_for_backward(ctx, groups, out, lse)
+        ctx.mark_non_differentiable(*output[1:])
+        save_for_backward(ctx, groups, *output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        out, lse, *saved = ctx.saved_tensors
+        out, top, total, *saved = ctx.saved_tensors
         with torch.no_grad():
             groups = saved_groups(ctx, saved)
-            grads = _gradients(groups, _Wide.of(groups, ctx.scale, ctx.is_fused), grad, out, lse)
+            grads = _gradients(groups, _Wide.of(groups, ctx.scale, ctx.is_fused), grad, out, top, total)
         return None, None, None, None, *forbid_double_backward(grads, [grad, *saved])
 
 
-def _gradients(groups: Sequence[TileGroup], wide: _Wide, grad: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+def _gradients(groups: Sequence[TileGroup], wide: _Wide, grad: Tensor, out: Tensor, top: Tensor, total: Tensor) -> list[Tensor]:
     """The gradients of query, key and value of each of the `groups`."""
     grad, out = pad_to(grad, wide.width, -1), pad_to(out, wide.width, -1)
+    total = total.masked_fill(total == 0, 1)
     grads = [[x.new_zeros(x.shape) for x in (group.query, group.key, group.value)] for group in wide.groups]  # contiguous
     for start, end in _row_pieces(out, groups):
         for group, totals in zip(wide.groups, grads, strict=True):
             piece, sequences = _slice_rows(group, start, end), slice(start // group.query_heads, end // group.query_heads)
-            results = [t[start:end] for t in (grad, out, lse)]
+            results = [t[start:end] for t in (grad, out, top, total)]
             if piece.output_row is not None:
-                results = [_gather_rows(t, piece.output_row) for t in results]
+                results = [_gather_rows(t, piece.output_row, filler) for t, filler in zip(results, (0, 0, 0, 1), strict=True)]
             _add_group_gradients(piece, results, [total[sequences] for total in totals], wide)
     found = [g[..., : x.shape[-1]] for g, x in zip(itertools.chain(*grads), differentiable(groups), strict=True)]
     if wide.factor != 1:
@@ -234,48 +233,48 @@ def _split_tile(tile: Tile, group: TileGroup) -> list[Tile]:
     return [blocks(first) for first in range(0, tile.blocks, count)]
 
 
-def _attend_group(group: TileGroup, wide: _Wide) -> tuple[Tensor, Tensor]:
-    """(R, S n, W) and its log-sum-exp (R, S n), `MASKED` for rows that see no key of the group."""
+def _attend_group(group: TileGroup, wide: _Wide) -> tuple[Tensor, Tensor, Tensor]:
+    """The output (R, S n, W) of the group, its largest score and sum, (R, S n), as `_attend_tile` returns them."""
     query = group.query
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1])
+    results = torch.empty_like(query), query.new_empty(*query.shape[:-1], 1), query.new_empty(*query.shape[:-1], 1)
     tiles = group.tiles if wide.is_fused else [part for tile in group.tiles for part in _split_tile(tile, group)]
     for tile in tiles:
         key, value = (_tile_keys(x, tile, query) for x in (group.key, group.value))
-        found, level = _attend_tile(_tile_rows(query, tile), key, value, tile, wide)
         rows = slice(tile.first_row, tile.first_row + tile.blocks * tile.rows)
-        out[:, :, :, rows] = _undo_tile_rows(found, tile, query)
-        lse[:, :, :, rows] = _undo_tile_rows(level.unsqueeze(-1), tile, query).squeeze(-1)
-    return _output_rows(out), _output_rows(lse.unsqueeze(-1)).squeeze(-1)
+        for result, found in zip(results, _attend_tile(_tile_rows(query, tile), key, value, tile, wide), strict=True):
+            result[:, :, :, rows] = _undo_tile_rows(found, tile, query)
+    out, top, total = map(_output_rows, results)
+    return out, top.squeeze(-1), total.squeeze(-1)
 
 
 def _add_group_gradients(group: TileGroup, results: Sequence[Tensor], grads: Sequence[Tensor], wide: _Wide) -> None:
-    """Add to the gradients of query, key and value; `results` are (R, S n, ...): the output's gradient, output, log-sum-exp."""
+    """Add to the gradients of query, key and value; `results` (R, S n, ...): the output's gradient, output, top and total."""
     query = group.query
-    grad, out, lse = (_undo_output_rows(x if x.dim() == 3 else x.unsqueeze(-1), query) for x in results)
+    results = [_undo_output_rows(x if x.dim() == 3 else x.unsqueeze(-1), query) for x in results]
     for tile in itertools.chain.from_iterable(_split_tile(tile, group) for tile in group.tiles):
         key, value = (_tile_keys(x, tile, query) for x in (group.key, group.value))
-        tile_grad, tile_query, tile_out, tile_lse = (_tile_rows(x, tile) for x in (grad, query, out, lse))
-        found = _tile_gradients(tile_grad, tile_query, key, value, tile_out, tile_lse.squeeze(-1), tile, wide)
+        found = _tile_gradients(_tile_rows(query, tile), key, value, [_tile_rows(x, tile) for x in results], tile, wide)
         rows = slice(tile.first_row, tile.first_row + tile.blocks * tile.rows)
         grads[0][:, :, :, rows] = _undo_tile_rows(found[0], tile, query)
         for total, new in zip(grads[1:], found[1:], strict=True):
             _add_key_gradients(total.flatten(0, 1), new, tile)
 
 
-def _merge(results: Sequence[tuple[Tensor, Tensor]], rows: Sequence[Tensor | None], length: int) -> tuple[Tensor, Tensor]:
-    """The outputs and log-sum-exps of all groups in one; `rows` are the output rows of each."""
+def _merge(
+    results: Sequence[tuple[Tensor, Tensor, Tensor]], rows: Sequence[Tensor | None], length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of all groups in one; `rows` are the output rows of each."""
     if len(results) == 1 and rows[0] is None:
         return results[0]
-    largest = torch.stack([_scatter_rows(lse, row, length, "amax") for (_, lse), row in zip(results, rows, strict=True)]).amax(
-        0
-    )
+    tops = [_scatter_rows(top, row, length, "amax") for (_, top, _), row in zip(results, rows, strict=True)]
+    largest = torch.stack(tops).amax(0)
     largest = largest.masked_fill_(largest == MASKED, 0)  # no infinity less infinity in empty rows
     total, out = torch.zeros_like(largest), torch.zeros_like(results[0][0][:, :1]).repeat(1, length, 1)
-    for (o, lse), row in zip(results, rows, strict=True):
-        weight = (lse - (largest if row is None else _gather_rows(largest, row))).exp()
+    for (o, top, sums), row in zip(results, rows, strict=True):
+        weight = (top - (largest if row is None else _gather_rows(largest, row))).exp() * sums
         total += _scatter_rows(weight, row, length, "sum")
         out += _scatter_rows(o * weight.unsqueeze(-1), row, length, "sum")
-    return out.div_(total.masked_fill(total == 0, 1).unsqueeze(-1)), largest + total.log()
+    return out.div_(total.masked_fill(total == 0, 1).unsqueeze(-1)), largest, total
 
 
 def _scatter_rows(x: Tensor, row: Tensor | None, length: int, reduce: str) -> Tensor:
@@ -286,9 +285,9 @@ def _scatter_rows(x: Tensor, row: Tensor | None, length: int, reduce: str) -> Te
     return target.scatter_reduce_(1, _row_index(row, x), x, reduce).narrow(1, 0, length)
 
 
-def _gather_rows(x: Tensor, row: Tensor) -> Tensor:
-    """The rows `row` of x (R, N, ...), 0 for row N."""
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, 1)).gather(1, _row_index(row, x))
+def _gather_rows(x: Tensor, row: Tensor, filler: float = 0) -> Tensor:
+    """The rows `row` of x (R, N, ...), `filler` for row N."""
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, 1), value=filler).gather(1, _row_index(row, x))
 
 
 def _row_index(row: Tensor, x: Tensor) -> Tensor:
@@ -354,18 +353,28 @@ def _tile_mask(tile: Tile, queries: Tensor) -> Tensor | None:
     return mask.repeat(1, 1, queries.shape[2] // mask.shape[2], 1)
 
 
-def _attend_tile(query: Tensor, key: Tensor, value: Tensor, tile: Tile, wide: _Wide) -> tuple[Tensor, Tensor]:
-    """Softmax attention of (Z, h, n, W) and its log-sum-exp (Z, h, n), `MASKED` for rows that see no key."""
+def _attend_tile(query: Tensor, key: Tensor, value: Tensor, tile: Tile, wide: _Wide) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax attention of (Z, h, n, W), the largest score and `sum e^(score - largest)`, (Z, h, n, 1).
+
+    The fused kernel gives only the logarithm of the sum of e^score, which takes the place of the largest score; the sum is then
+    1. Rows that see no key have `MASKED` and 0.
+    """
     mask = _tile_mask(tile, query)
     if wide.is_fused and _has_fused_kernel(query, key):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, tile.is_causal, attn_mask=mask, scale=wide.scale
         )
+        top = lse.unsqueeze(-1)
         empty = _empty_rows(mask, key[..., -1] if wide.has_bias else None, tile)
-        return (out, lse) if empty is None else (out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, MASKED))
+        if empty is None:
+            return out, top, torch.ones_like(top)
+        empty = empty.unsqueeze(-1)
+        return out.masked_fill(empty, 0), top.masked_fill(empty, MASKED), torch.ones_like(top).masked_fill(empty, 0)
     scores = _scores(query, key, mask, tile, wide)
-    lse = scores.logsumexp(-1) if key.shape[2] else query.new_full(query.shape[:3], MASKED)
-    return (scores - lse.masked_fill(lse == MASKED, 0).unsqueeze(-1)).exp() @ value, lse
+    top = scores.amax(-1, keepdim=True) if key.shape[2] else query.new_full((*query.shape[:3], 1), MASKED)
+    weights = (scores - top.masked_fill(top == MASKED, 0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    return weights @ value / total.masked_fill(total == 0, 1), top, total
 
 
 def _empty_rows(mask: Tensor | None, bias: Tensor | None, tile: Tile) -> Tensor | None:
@@ -384,15 +393,15 @@ def _empty_rows(mask: Tensor | None, bias: Tensor | None, tile: Tile) -> Tensor 
 
 
 def _tile_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile, wide: _Wide
+    query: Tensor, key: Tensor, value: Tensor, results: Sequence[Tensor], tile: Tile, wide: _Wide
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, where `out` and `lse` are those of all keys together."""
-    mask = _tile_mask(tile, query)
+    """Gradients of query, key and value, from the output's gradient and the output, top and total over all keys together."""
+    (grad, out, top, total), mask = results, _tile_mask(tile, query)
     if wide.is_fused and _has_fused_kernel(query, key):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, tile.is_causal, attn_mask=mask, scale=wide.scale
+            grad, query, key, value, out, (top + total.log()).squeeze(-1), 0.0, tile.is_causal, attn_mask=mask, scale=wide.scale
         )
-    weights = (_scores(query, key, mask, tile, wide) - lse.unsqueeze(-1)).exp()
+    weights = (_scores(query, key, mask, tile, wide) - top).exp() / total
     inner = grad @ value.mT - (grad * out).sum(-1, keepdim=True)
     scores = weights * inner * wide.scale
     return scores @ key, scores.mT @ query, weights.mT @ grad
