@@ -30,6 +30,18 @@ def test_growing_does_not_write_into_what_it_was_given():
     assert (given == 0).all()
 
 
+@pytest.mark.parametrize("method", sq.methods(is_causal=True, decode=True, functional=True))
+def test_a_state_of_no_tokens_can_be_read_and_continued_in_any_grad_mode(method):
+    method = sq.registry.resolve(method).for_length(8)
+    none, some = torch.randn(1, 2, 0, 4), torch.randn(1, 2, 5, 4)
+    with torch.no_grad():
+        _, first = call(method, none)
+        state = first
+    state = call(method, none, state)[1].clone()
+    found, _ = call(method, some, state)
+    torch.testing.assert_close(found, call(method, some)[0])
+
+
 def test_a_cache_does_not_alias_the_callers_tensors():
     x = torch.randn(1, 2, 5, 3)
     kept = x.clone()

@@ -41,6 +41,8 @@ class GrowingTensor:
         old = self.rows
         if recorded or torch.compiler.is_compiling() or (torch.is_grad_enabled() and old.requires_grad):
             return GrowingTensor(torch.cat([old, new], dim=-2))
+        if not new.shape[-2]:
+            return self  # a write of no rows would still count as one, in a buffer that may be a view of a caller's tensor
         length = self.length + new.shape[-2]
         grown = GrowingTensor.__new__(GrowingTensor)
         grown._buffer = self._buffer if self._buffer.claim(self.length, length) else _Buffer.copy(old, length)
