@@ -23,14 +23,14 @@ from rich.console import Console
 from torch import Tensor
 
 import subquad as sq
-from subquad.registry import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks.common import describe_setup, header, markdown, middle_80_percent, new_table, parse_numbers, write
+from benchmarks.engines import HEAD_DIM, HEADS, directions, resolve_at
 
-HEADS, HEAD_DIM = 8, 64
 IN_TURN = (4096, 4000, 3500, 3001)
-METHODS = [name for name in sq.methods(functional=True) if resolve(name).info.engine == "kernelized"]
+WITHOUT_KERNELS = ("softmax", "svd", "linformer", "induced")
+METHODS = [name for name in sq.methods() if name not in WITHOUT_KERNELS]
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     results = {**header(__file__, sys.argv[1:], HEADS, HEAD_DIM), "rounds": options.rounds, "rows": []}
     for method in options.methods.split(","):
-        for is_causal in (False, True):
+        for is_causal in directions(method, max(options.lengths)):
             for which in ("forward", "training"):
                 results["rows"] += measure(method, is_causal, which, options.lengths, options.rounds)
                 if options.out:
@@ -60,8 +60,11 @@ def measure(method: str, is_causal: bool, which: str, lengths: list[int], rounds
 
         return compile_fx(graph, inputs)
 
+    mechanism = resolve_at(method, max(lengths))
+    module = mechanism.build(heads=HEADS, head_dim=HEAD_DIM).eval()
+
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        return sq.attention(query, key, value, method, is_causal=is_causal)
+        return module(query, query if mechanism.shares_query_and_key else key, value, is_causal=is_causal)
 
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=backend)
@@ -103,7 +106,7 @@ def run(function: Callable[..., Tensor], length: int, which: str) -> Callable[[]
             return (function(*x),)
 
     def training() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(*x).sum(), x)
+        return tuple(g for g in torch.autograd.grad(function(*x).sum(), x, allow_unused=True) if g is not None)
 
     return training if which == "training" else forward
 
