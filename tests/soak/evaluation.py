@@ -88,6 +88,14 @@ def size_of(x: Tensor, real: Tensor | None) -> float:
     return float(x.detach().double().nan_to_num(0.0).abs().amax()) if x.numel() else 0.0
 
 
+def decided_by_rounding(prepared: Prepared) -> bool:
+    """Whether scores may be so large that their rounding error exceeds 1, so that it decides which keys have any weight."""
+    p = prepared
+    scale = p.options.get("scale")
+    factor = p.spec.dim * (p.spec.dim**-0.5 if scale is None else abs(scale))
+    return size_of(p.q, p.real) * size_of(p.k, p.real) * factor * torch.finfo(p.dtype).eps > 1
+
+
 def leaves_range_in_sums(prepared: Prepared) -> bool:
     """Whether sum_j phi(k_j) v_j^T, which the mechanism computes first, is out of the range, though the output may not be."""
     p = prepared

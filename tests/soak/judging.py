@@ -167,6 +167,16 @@ def judge(
     return judgement
 
 
+def holds_as_a_whole(found: Results, evaluate: Callable[..., Results], precision: torch.dtype) -> bool:
+    """Whether the largest error of each result is at most twice that of the plain reference, as in the contract itself."""
+    truth, plain = evaluate(torch.float64), evaluate(precision)
+    return all(
+        float((x.double() - truth[name]).abs().amax()) <= FACTOR * float((plain[name].double() - truth[name]).abs().amax())
+        for name, x in found.items()
+        if x.numel()
+    )
+
+
 def _judge_again(judgement, truth, evaluate, precision, suspects, undecided) -> None:
     """Take out of `suspects` what a choice within rounding explains, and what random rounding does; the rest is at fault."""
     turned = undecided() if undecided is not None else {}

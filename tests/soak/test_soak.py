@@ -16,8 +16,10 @@ import torch
 import subquad as sq
 from tests.soak import NATIVE, PARTS, broken, cases, choices, drawing, faulty, native, progress, report, source
 from tests.soak import __main__ as command
+from tests.soak.calls import Prepared
 from tests.soak.drawing import Spec
-from tests.soak.judging import RandomRounding
+from tests.soak.evaluation import decided_by_rounding
+from tests.soak.judging import RandomRounding, holds_as_a_whole
 from tests.soak.run import Settings, run_one, run_part
 from tests.soak.shrinking import shrunk
 
@@ -120,6 +122,20 @@ def test_a_short_run_finds_nothing(part, tmp_path, monkeypatch):
     assert not found.findings, json.dumps(found.findings, indent=1).replace("\\n", "\n")
     assert found.done == SHORT[part]
     assert found.verdicts["answered"]
+
+
+def test_the_rule_for_a_result_as_a_whole():
+    truth, plain = {"k": torch.zeros(2, 3, dtype=torch.float64)}, {"k": torch.tensor([[1.0, 0, 0], [0, 0, 0]])}
+    evaluate = lambda dtype: truth if dtype == torch.float64 else plain
+    assert holds_as_a_whole({"k": torch.full((2, 3), 1.9)}, evaluate, torch.float32)
+    assert not holds_as_a_whole({"k": torch.full((2, 3), 2.1)}, evaluate, torch.float32)
+    assert not holds_as_a_whole({"k": torch.full((2, 3), torch.nan)}, evaluate, torch.float32)
+
+
+@pytest.mark.parametrize(("magnitude", "expected"), [(1.0, False), (1e20, True)])
+def test_scores_that_rounding_decides(magnitude, expected):
+    spec = replace(USUAL, mechanism="softmax", magnitudes={"q": 1.0, "k": magnitude, "v": 1.0})
+    assert decided_by_rounding(Prepared.of(spec)) is expected
 
 
 def test_every_part_has_a_short_run():
