@@ -29,12 +29,23 @@ def define(
     name = schema[: schema.index("(")]
 
     def on_cpu(*given: Any) -> Any:
-        return (native if dispatch.has_kernels() else pytorch)(*given)
+        if not dispatch.has_kernels():
+            return elsewhere(*given)
+        dispatch.note(name)
+        return native(*given)
+
+    def elsewhere(*given: Any) -> Any:
+        dispatch.note(name, given=given)
+        return pytorch(*given)
+
+    def shapes(*given: Any) -> Any:
+        dispatch.note(name, given=given, is_fake=True)
+        return fake(*given)
 
     _LIBRARY.define(schema, tags=(_STRIDES, torch.Tag.pt2_compliant_tag))
     _LIBRARY.impl(name, on_cpu, "CPU")
-    _LIBRARY.impl(name, pytorch, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"subquad::{name}", fake, lib=_LIBRARY)
+    _LIBRARY.impl(name, elsewhere, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"subquad::{name}", shapes, lib=_LIBRARY)
     operator: torch._ops.OpOverload = getattr(torch.ops.subquad, name).default
     return operator
 

@@ -30,7 +30,9 @@ def _assign(body: Any, code: Tensor, real: Tensor | None, clusters: int, iterati
     require_heads(code=code)
     _require_mask(real, "real", (code.shape[0], code.shape[2]))
     if clusters < 1 or iterations < 0 or not code.shape[3]:
-        raise InputError(f"k-means needs clusters and bits; got clusters={clusters}, iterations={iterations}, {code.shape[3]} bits.")
+        raise InputError(
+            f"k-means needs clusters and bits; got clusters={clusters}, iterations={iterations}, {code.shape[3]} bits."
+        )
     if not code.numel():
         return _fake_assign(code, real, clusters, iterations)
     found: Tensor = body(upcast(code.detach()), real, min(clusters, code.shape[2]), iterations)
@@ -132,7 +134,9 @@ def _pytorch_backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
     if not inputs.query.shape[2] or not inputs.key.shape[2]:
         return tuple(x.zero_() for x in _fake_backward(grad, *inputs))
     with torch.inference_mode(False), torch.enable_grad():
-        recorded = ClusteredInputs(*(None if x is None else x.clone() for x in inputs))  # tensors of inference mode cannot be saved
+        recorded = ClusteredInputs(
+            *(None if x is None else x.clone() for x in inputs)
+        )  # tensors of inference mode cannot be saved
         tensors = [x.requires_grad_() for x in recorded[:3]]
         out, _ = pytorch.attend(_upcast(recorded), clusters, topk, scale)
         grads = torch.autograd.grad(out, tensors, grad.to(out.dtype).clone(), materialize_grads=True)
