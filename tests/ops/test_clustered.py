@@ -132,7 +132,7 @@ def test_numbers_that_do_not_fit_are_refused():
             forward(*given[:3], torch.full_like(given[3], wrong), *given[4:])
         with pytest.raises(sq.InputError, match="top must be in -1 to 69"):
             backward(*saved[:11], torch.full_like(saved[11], wrong * 10 - 20), *saved[12:])
-    with pytest.raises(sq.InputError, match="assignment must have the dtype torch.int64"):
+    with pytest.raises(sq.InputError, match=r"assignment must have the dtype torch\.int64"):
         forward(*given[:3], given[3].int(), *given[4:])
     with pytest.raises(sq.InputError, match="the number of key-value heads must divide"):
         forward(given[0][:, :3].contiguous(), *given[1:3], given[3][:, :3], *given[4:])

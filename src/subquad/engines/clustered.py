@@ -1,7 +1,7 @@
 """The clustered engine: similar queries share one row of attention weights, and each recomputes its largest ones.
 
-`subquad.ops.clustered` does the computation, and says what it is; this module prepares its inputs. Cost: O(N C bits) time for each
-iteration of k-means, and O((C M + N k) (D + Dv)).
+`subquad.ops.clustered` does the computation, and says what it is; this module prepares its inputs. Cost: O(N C bits) time for
+each iteration of k-means, and O((C M + N k) (D + Dv)).
 
 B batch, H query heads, N queries, M keys, D channels, Dv value channels, C clusters, k top keys.
 """

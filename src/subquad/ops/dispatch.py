@@ -2,8 +2,8 @@
 
 Every operator `subquad::...` has two bodies, `IMPLEMENTATIONS`, in the order in which they are tried: the first one without a
 reason against it runs. An engine asks `choose` whether to call its operators at all, with the tensors that it has; an operator
-looks only for what it cannot run without. `disabled`, or the environment variable SUBQUAD_NATIVE=0, turns the kernels off. `recorded` lists
-which body each operator ran, or would have run on fake tensors, and why.
+looks only for what it cannot run without. `disabled`, or the environment variable SUBQUAD_NATIVE=0, turns the kernels off.
+`recorded` lists which body each operator ran, or would have run on fake tensors, and why.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class Choice:
     """What computes one step of a call.
 
     Args:
-        operator: such as "subquad::kernelized_forward". Where an engine left its operators out, what they would compute: such as
-            "subquad::kernelized".
+        operator: such as "subquad::kernelized_forward"; only "subquad::kernelized" where an engine does not call its operators.
         reasons: why it is not the compiled kernel; empty if it is.
     """
 

@@ -88,7 +88,7 @@ class Differentiable:
                 return operator(*given)
 
             @staticmethod
-            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
                 if not isinstance(output, Tensor):
                     ctx.mark_non_differentiable(*output[outputs:])
                 setup_context(ctx, inputs, output)

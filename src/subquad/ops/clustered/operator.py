@@ -1,8 +1,8 @@
 """The operators of clustered attention.
 
-`subquad::clustered_assign` returns the cluster (B, H, N) of each query. `subquad::clustered_forward` returns the output (B, H, N,
-Dv) and the fields of `ClusterAttention`. `subquad::clustered_backward` returns the gradients of query, key and value. They compute
-in float32 at least. There are at most as many clusters as queries, and as many top keys as keys.
+`subquad::clustered_assign` returns the cluster (B, H, N) of each query. `subquad::clustered_forward` returns the output (B, H,
+N, Dv) and the fields of `ClusterAttention`. `subquad::clustered_backward` returns the gradients of query, key and value. They
+compute in float32 at least. There are at most as many clusters as queries, and as many top keys as keys.
 
 B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv value channels.
 """
@@ -134,9 +134,8 @@ def _pytorch_backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
     if not inputs.query.shape[2] or not inputs.key.shape[2]:
         return tuple(x.zero_() for x in _fake_backward(grad, *inputs))
     with torch.inference_mode(False), torch.enable_grad():
-        recorded = ClusteredInputs(
-            *(None if x is None else x.clone() for x in inputs)
-        )  # tensors of inference mode cannot be saved
+        # Copies, because tensors of inference mode cannot be saved for a backward pass.
+        recorded = ClusteredInputs._make(None if x is None else x.clone() for x in inputs)
         tensors = [x.requires_grad_() for x in recorded[:3]]
         out, _ = pytorch.attend(_upcast(recorded), clusters, topk, scale)
         grads = torch.autograd.grad(out, tensors, grad.to(out.dtype).clone(), materialize_grads=True)
@@ -148,8 +147,8 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: 
 
 
 BACKWARD = define(
-    f"clustered_backward(Tensor grad, {_INPUTS}, Tensor rest, Tensor mass, Tensor level, Tensor total, Tensor top, int clusters, "
-    "int topk, float scale) -> (Tensor, Tensor, Tensor)",
+    f"clustered_backward(Tensor grad, {_INPUTS}, Tensor rest, Tensor mass, Tensor level, Tensor total, Tensor top, "
+    "int clusters, int topk, float scale) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
     pytorch=_pytorch_backward,
     native=_native_backward,
