@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/layout.h"
 #include "common/view.h"
 
 namespace subquad {
@@ -129,5 +130,6 @@ void convolution_backward(const ConvolutionCall& c) {
 
 }  // namespace subquad
 
+LAYOUT(ConvolutionCall, batch, heads, kv_heads, tokens, channels, taps, threads, value, base, out, grad, d_value, kernel, d_kernel)
 EXPORT(convolution_forward, ConvolutionCall)
 EXPORT(convolution_backward, ConvolutionCall)

@@ -124,13 +124,11 @@ def choose(operator: str, tensors: Sequence[Tensor | None], *reasons: str) -> bo
 def select(tensors: Sequence[Any], known: Sequence[str] = ()) -> tuple[Body, tuple[str, ...]]:
     """The first implementation that nothing speaks against, and the reasons against those before it.
 
-    `tensors` may contain what is no tensor. `known`: what the caller knows against the native one.
+    `tensors` may contain what is no tensor. `known`: what the caller knows against the native one; then nothing else is asked.
     """
     against: tuple[str, ...] = ()
     for implementation in IMPLEMENTATIONS:
-        reasons = tuple(implementation.reasons(tensors))
-        if implementation.body == "native":
-            reasons = (*known, *reasons)
+        reasons = tuple(known) if known and implementation.body == "native" else tuple(implementation.reasons(tensors))
         if not reasons:
             return implementation.body, against
         against += reasons
