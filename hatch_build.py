@@ -16,8 +16,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCES = Path(__file__).parent / "csrc"
 TARGET = Path(__file__).parent / "src/subquad/ops"
 ALWAYS = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-Wno-psabi"]
-# Flags for several threads, in the order in which they are tried. Apple's compiler has no OpenMP runtime of its own: kernels then
-# use the one that PyTorch has loaded, because a second one in the same process would abort it.
+# Flags for several threads, in the order in which they are tried. Apple's compiler has no OpenMP runtime of its own: kernels
+# use the one that PyTorch has loaded there, because a second one in the same process would abort it.
 OPENMP = [["-fopenmp"], ["-Xclang", "-fopenmp", "-Wl,-undefined,dynamic_lookup"]]
 # Compiler flags by kind of kernels; native_library.py says which of them a processor can run.
 KINDS = {

@@ -3,8 +3,8 @@
     out_i = base_i + sum_t kernel_t value_(i + t - taps // 2)
 
 with zeros beyond both ends. Each head has its own kernel; taps is odd. The first operator takes base (B, H, N, Dv), value (B,
-K, N, Dv) and kernel (H, taps), and returns out (B, H, N, Dv). The second returns the gradients of value, (B, K, N, Dv), and of the
-kernel for each sequence of the batch, (B, H, taps). Both compute in float32 at least.
+K, N, Dv) and kernel (H, taps), and returns out (B, H, N, Dv). The second returns the gradients of value, (B, K, N, Dv), and of
+the kernel for each sequence of the batch, (B, H, taps). Both compute in float32 at least.
 
 B batch, H query heads, K key-value heads, N tokens, Dv channels.
 """
