@@ -3,6 +3,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -57,10 +58,32 @@ def test_json_is_the_record(run):
     assert record["supports"] == list(info.supports)
 
 
+def test_list_shows_the_kernels_in_80_columns(run):
+    done = run("list", "--kernels", "--causal")
+    assert done.exit_code == 0, done.output
+    assert all(name in done.stdout for name in sq.methods(is_causal=True))
+    assert torch.backends.cpu.get_cpu_capability() in done.stdout
+    assert "kernelized" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_list_says_why_there_are_no_kernels(run):
+    with sq.ops.disabled():
+        found = json.loads(run("list", "--kernels", "--cross", "--decode", "--json").stdout)
+    assert [record["name"] for record in found["mechanisms"]] == sq.methods(cross=True, decode=True)
+    linear = next(record for record in found["mechanisms"] if record["name"] == "linear")
+    [operator] = linear["operators"]
+    assert operator["operator"] == "subquad::kernelized"
+    assert operator["body"] == "pytorch"
+    assert "turned off" in operator["reasons"][0]
+    assert (found["file"] is None) == (found["why_missing"] is not None)
+
+
 @pytest.mark.parametrize(
     "example",
     [
         "subquad list --causal --decode",
+        "subquad list --kernels",
         "subquad show performer --length 64 --out performer.png",
         "subquad advise --length 4096 --causal --decode",
         "subquad train digits --method linear,softmax --epochs 1 --out digits",

@@ -22,7 +22,7 @@ ROOMS = [
     {"mechanisms"},
     {"registry", "checks"},
     {"attention"},
-    {"layer"},
+    {"layer", "backend"},
     {"models"},
     {"distributed"},
     {"bench", "tasks"},
@@ -118,11 +118,11 @@ def test_the_compiled_kernels_know_nothing_of_pytorch():
 def test_public_names():
     assert sorted(sq.__all__) == sorted(
         [
-            "Attention", "BigBird", "Clustered", "Efficient", "Hedgehog", "Hybrid", "Induced", "Info", "InputError", "Linear",
-            "Linformer", "Local", "Longformer", "Mechanism", "MechanismModule", "MissingExtraError", "Nystrom", "OptionError",
+            "Attention", "Backend", "BigBird", "Clustered", "Efficient", "Hedgehog", "Hybrid", "Induced", "Info", "InputError",
+            "Linear", "Linformer", "Local", "Longformer", "Mechanism", "MechanismModule", "MissingExtraError", "Nystrom", "OptionError",
             "Performer", "Plain", "Pooled", "RFA", "Reformer", "Routing", "SVD", "Softmax", "SparseFixed", "SparseStrided",
             "State", "T2R", "StateError", "SubquadError", "Taylor", "UnknownMethodError", "UnsupportedError", "__version__",
-            "attention", "info", "methods", "register", "why_not",
+            "attention", "backend", "info", "methods", "register", "why_not",
         ]
     )  # fmt: skip
     assert all(hasattr(sq, name) for name in sq.__all__)

@@ -13,6 +13,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/layout.h"
 #include "common/view.h"
 
 namespace subquad {
@@ -435,5 +436,10 @@ void tiles_backward(const TilesCall& c) {
 
 }  // namespace subquad
 
+LAYOUT(Tile, first_row, rows, blocks, first_column, column_step, columns, is_causal, mask_sequence, mask_block, mask_key,
+       mask_has_rows, runs, runs_row, mask, run_start)
+LAYOUT(TileGroup, sequences, subsequences, query_heads, queries, keys, query_head, d_query_head, bias_sequence, output_row_stride,
+       tiles, query, key, value, d_query, d_key, d_value, bias, output_row, tile)
+LAYOUT(TilesCall, groups, length, channels, value_channels, threads, scale, group, out, top, sum, grad)
 EXPORT(tiles_forward, TilesCall)
 EXPORT(tiles_backward, TilesCall)

@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/layout.h"
 #include "common/view.h"
 
 namespace subquad {
@@ -329,5 +330,7 @@ void bucketed_backward(const BucketedCall& c) {
 
 }  // namespace subquad
 
+LAYOUT(BucketedCall, batch, heads, kv_heads, tokens, channels, value_channels, rounds, buckets, chunk, shared, is_causal, threads,
+       scale, query, key, value, out, grad, d_query, d_key, d_value, query_bucket, key_bucket, top, sum)
 EXPORT(bucketed_forward, BucketedCall)
 EXPORT(bucketed_backward, BucketedCall)

@@ -13,6 +13,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/layout.h"
 #include "common/view.h"
 
 namespace subquad {
@@ -494,5 +495,7 @@ void clustered_backward(const ClusteredCall& c) {
 
 }  // namespace subquad
 
+LAYOUT(ClusteredCall, batch, heads, kv_heads, queries, keys, channels, value_channels, clusters, topk, threads, scale, query, key,
+       value, out, grad, d_query, d_key, d_value, rest, mass, level, total, assignment, mask, real, top)
 EXPORT(clustered_forward, ClusteredCall)
 EXPORT(clustered_backward, ClusteredCall)

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "common/layout.h"
 #include "common/view.h"
 
 namespace subquad {
@@ -179,4 +180,5 @@ void clustered_assign(const AssignCall& c) {
 
 }  // namespace subquad
 
+LAYOUT(AssignCall, batch, heads, queries, bits, clusters, iterations, threads, code, real, assignment)
 EXPORT(clustered_assign, AssignCall)

@@ -1,4 +1,4 @@
-// Convolution along the sequence, one kernel per query head: engines/convolution.py defines it.
+// Convolution along the sequence, one kernel per query head: ops/convolution.py defines it.
 //
 // A few consecutive outputs are one product of matrices: the kernel, shifted by one from row to row, times the values around them.
 //
@@ -7,15 +7,16 @@
 #include <optional>
 #include <vector>
 
+#include "common/layout.h"
 #include "common/view.h"
 
 namespace subquad {
 
 struct ConvolutionCall {
     int64_t batch, heads, kv_heads, tokens, channels, taps, threads;
-    View value, out, grad, d_value;  // (B, K, N, E); (B, H, N, E), added to; (B, H, N, E); (B, K, N, E)
-    const void* kernel;              // (H, c)
-    void* d_kernel;                  // (B, H, c)
+    View value, base, out, grad, d_value;  // (B, K, N, E), d_value too; (B, H, N, E): out is base plus the convolution
+    const void* kernel;                    // (H, c)
+    void* d_kernel;                        // (B, H, c)
 };
 
 constexpr Index OUTPUTS = 6, TAPS = 8;  // computed at a time
@@ -29,9 +30,11 @@ struct Kernel {
         for (Index t = 0; t < taps; ++t) padded[OUTPUTS + t] = from[is_reversed ? taps - 1 - t : t];
     }
 
-    // out_i = or += sum_t kernel_t x_(i + t - c / 2)
-    void apply(const Rows<T>& out, const Rows<T>& x, Index tokens, bool add) const {
+    // out_i = or += sum_t kernel_t x_(i + t - c / 2), after `begin(i, n)` for every n outputs from i on
+    template <class Begin>
+    void apply(const Rows<T>& out, const Rows<T>& x, Index tokens, bool add, Begin begin) const {
         for (Index i = 0; i < tokens; i += OUTPUTS) {
+            begin(i, std::min(OUTPUTS, tokens - i));
             const Index rows = std::min(OUTPUTS, tokens - i), start = i - taps / 2;
             const Index from = std::max<Index>(start, 0), to = std::min(start + rows + taps - 1, tokens);
             product(out[i], out.stride, padded.data() + OUTPUTS + from - start, Index(-1), Index(1), x[from], x.stride, rows,
@@ -68,8 +71,11 @@ void convolution_forward(const ConvolutionCall& c) {
             for (Index h = 0; h < c.heads; ++h)
                 error.guard([&] {
                     const Kernel<T> kernel(static_cast<const T*>(c.kernel) + h * c.taps, c.taps, false);
-                    const Rows<T> out = rows_of(scratch->result, c.out, b, h, c.tokens);
-                    kernel.apply(out, rows_of(scratch->value, c.value, b, h / group, c.tokens), c.tokens, true);
+                    const Rows<T> out = rows_at<T>(scratch->result, c.out, b, h, 0);
+                    const Rows<T> value = rows_of(scratch->value, c.value, b, h / group, c.tokens);
+                    kernel.apply(out, value, c.tokens, true, [&](Index i, Index n) {
+                        load(Rows<T>{out[i], out.columns, out.stride}, c.base, b, h, i, n);
+                    });
                     write_back<T>(scratch->result, out, c.out, b, h, 0, c.tokens);
                 });
     }
@@ -113,7 +119,7 @@ void convolution_backward(const ConvolutionCall& c) {
                     for (Index h = kv * group; h < (kv + 1) * group; ++h) {
                         const Rows<T> grad = rows_of(scratch->grad, c.grad, b, h, c.tokens);
                         const Kernel<T> kernel(static_cast<const T*>(c.kernel) + h * c.taps, c.taps, true);
-                        kernel.apply(d_x, grad, c.tokens, h > kv * group);
+                        kernel.apply(d_x, grad, c.tokens, h > kv * group, [](Index, Index) {});
                         kernel_gradient(static_cast<T*>(c.d_kernel) + (b * c.heads + h) * c.taps, grad, x, c.taps, c.tokens);
                     }
                     write_back<T>(scratch->result, d_x, c.d_value, b, kv, 0, c.tokens);
@@ -124,5 +130,6 @@ void convolution_backward(const ConvolutionCall& c) {
 
 }  // namespace subquad
 
+LAYOUT(ConvolutionCall, batch, heads, kv_heads, tokens, channels, taps, threads, value, base, out, grad, d_value, kernel, d_kernel)
 EXPORT(convolution_forward, ConvolutionCall)
 EXPORT(convolution_backward, ConvolutionCall)

@@ -20,8 +20,13 @@
 //
 // B batch, H query heads, K key-value heads, N queries, M keys, D channels, E value channels, F features.
 
+#include "common/layout.h"
 #include "kernelized/backward.h"
 
 extern "C" const char* subquad_sources() { return SOURCES; }  // the hash of the sources, which native_library.py checks
+LAYOUT(View, data, batch, head, token)
+LAYOUT(Call, batch, heads, kv_heads, queries, keys, channels, value_channels, features, kind, normalizer, is_causal, threads, scale,
+       constant, floor, query, key, value, out, grad, d_query, d_key, d_value, mask, denominators, weight, bias, sums_in, level_in,
+       count_in, sums_out, level_out, count_out)
 EXPORT(forward, Call)
 EXPORT(backward, Call)

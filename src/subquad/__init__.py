@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from subquad.attention import MechanismModule, attention
+from subquad.backend import Backend, backend
 from subquad.errors import (
     InputError,
     MissingExtraError,
@@ -70,6 +71,7 @@ __all__ = [
     "SVD",
     "T2R",
     "Attention",
+    "Backend",
     "BigBird",
     "Clustered",
     "Efficient",
@@ -103,6 +105,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attention",
+    "backend",
     "info",
     "methods",
     "register",

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines import clustered
 from subquad.ops import dispatch
+from subquad.ops.clustered import operator
 from tests.engines.test_native import assert_same, needs_compiled, results, tensors, without_compiled
 
 pytestmark = needs_compiled
@@ -25,9 +25,9 @@ def padding(length, *shares):
 
 
 def assert_same_clusters(x, real, clusters, iterations):
-    found = clustered.assign(x, real, clusters, iterations)
+    found = operator.ASSIGN(x, real, clusters, iterations)
     with dispatch.disabled():
-        assert torch.equal(found, clustered.assign(x, real, clusters, iterations))
+        assert torch.equal(found, operator.ASSIGN(x, real, clusters, iterations))
 
 
 @pytest.mark.parametrize("bits", [1, 7, 8, 31, 32, 63, 64, 65, 130])

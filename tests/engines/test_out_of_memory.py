@@ -11,9 +11,10 @@ import subquad as sq
 from subquad.engines.block_sparse import softmax
 from subquad.engines.convolution import add_convolved
 from subquad.errors import OutOfMemoryError
-from subquad.ops import bucketed, clustered
+from subquad.ops import bucketed
 from subquad.ops.bucketed import Rule
 from subquad.ops.clustered import ClusteredInputs
+from subquad.ops.clustered import native as clustered
 from subquad.ops.feature_map import FeatureMap, NativeMap
 from subquad.ops.kernelized import Inputs, KernelizedRule, operator
 from subquad.ops.tiles import Tile, TileGroup

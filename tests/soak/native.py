@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from subquad.ops import native_call, native_library
 from tests.soak import cases, source
 from tests.soak.drawing import draw
@@ -68,7 +66,7 @@ def build(part, out):
     from hatch_build import ALWAYS, KINDS, SOURCES
 
     fingerprint = native_library._fingerprint(SOURCES)
-    kind = torch.backends.cpu.get_cpu_capability().lower()
+    kind = native_library.kinds()[0]
     target = out / f"kernels-{part}-{fingerprint[:12]}" / f"kernels.{kind}.so"
     if target.exists():
         return target.parent
@@ -78,6 +76,7 @@ def build(part, out):
     flags = next(kinds[kind] for kinds in KINDS.values() if kind in kinds)
     flags = [
         *(flag for flag in ALWAYS if flag not in ("-O3", "-shared")),
+        "-fopenmp",
         *flags,
         *sanitize,
         f'-DSOURCES="{fingerprint}"',

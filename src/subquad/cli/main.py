@@ -36,7 +36,9 @@ def _example(command: str) -> str:
     return f"Example: [bold]{command}[/bold]"
 
 
-app.command("list", epilog=_example("subquad list --causal --decode"))(list_methods)
+app.command("list", epilog=_example("subquad list --causal --decode") + "\n\n" + _example("subquad list --kernels"))(
+    list_methods
+)
 app.command(epilog=_example("subquad show performer --length 64 --out performer.png"))(show)
 app.command(epilog=_example("subquad compare --methods linear,local --lengths 256:4096 --budget 1"))(compare)
 app.command(epilog=_example("subquad advise --length 4096 --causal --decode"))(advise)

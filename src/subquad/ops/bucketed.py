@@ -15,7 +15,7 @@ _SIZES = ("batch", "heads", "kv_heads", "tokens", "channels", "value_channels")
 _RULE = ("rounds", "buckets", "chunk", "shared", "is_causal")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
 _POINTERS = ("query_bucket", "key_bucket", "top", "sum")
-_Call = native_call.structure("Call", (*_SIZES, *_RULE, "threads"), ("scale",), _VIEWS, _POINTERS)
+_Call = native_call.structure("BucketedCall", (*_SIZES, *_RULE, "threads"), ("scale",), _VIEWS, _POINTERS)
 
 
 class Rule(NamedTuple):

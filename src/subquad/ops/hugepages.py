@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from subquad.ops.dispatch import has_plain_memory
-
 _PAGE = 4096
 _MIN_BYTES = 2**22  # below this the system call costs more than it saves
 _MADV_HUGEPAGE = 14
@@ -22,7 +20,7 @@ _MADV_HUGEPAGE = 14
 
 def advise_huge_pages(x: Tensor) -> Tensor:
     """Ask for huge pages under `x`, just allocated and not yet written to; returns `x`."""
-    if has_plain_memory(x) and x.nbytes >= _MIN_BYTES and (madvise := _madvise()) is not None:
+    if type(x) is Tensor and x.device.type == "cpu" and x.nbytes >= _MIN_BYTES and (madvise := _madvise()) is not None:
         start = -(-x.data_ptr() // _PAGE) * _PAGE
         end = (x.data_ptr() + x.nbytes) // _PAGE * _PAGE
         madvise(start, end - start, _MADV_HUGEPAGE)  # only advice: the result does not matter

@@ -29,12 +29,23 @@ def define(
     name = schema[: schema.index("(")]
 
     def on_cpu(*given: Any) -> Any:
-        return (native if dispatch.has_kernels() else pytorch)(*given)
+        if not dispatch.has_kernels():
+            return elsewhere(*given)
+        dispatch.note(name)
+        return native(*given)
+
+    def elsewhere(*given: Any) -> Any:
+        dispatch.note(name, given=given)
+        return pytorch(*given)
+
+    def shapes(*given: Any) -> Any:
+        dispatch.note(name, given=given, is_fake=True)
+        return fake(*given)
 
     _LIBRARY.define(schema, tags=(_STRIDES, torch.Tag.pt2_compliant_tag))
     _LIBRARY.impl(name, on_cpu, "CPU")
-    _LIBRARY.impl(name, pytorch, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"subquad::{name}", fake, lib=_LIBRARY)
+    _LIBRARY.impl(name, elsewhere, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"subquad::{name}", shapes, lib=_LIBRARY)
     operator: torch._ops.OpOverload = getattr(torch.ops.subquad, name).default
     return operator
 
@@ -46,7 +57,7 @@ class Differentiable:
     through this class use a `torch.autograd.Function`, because only that works under the transformations of `torch.func`.
 
     Args:
-        operator: returns a tuple of tensors.
+        operator: returns one tensor or several.
         outputs: how many of these have a gradient; they come first.
         save: takes (arguments, results); returns the tensors to save for `gradients`, and any other values it needs.
         gradients: takes (gradients of the outputs, saved tensors, other values, which arguments need a gradient); returns one
@@ -77,8 +88,9 @@ class Differentiable:
                 return operator(*given)
 
             @staticmethod
-            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-                ctx.mark_non_differentiable(*output[outputs:])
+            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                if not isinstance(output, Tensor):
+                    ctx.mark_non_differentiable(*output[outputs:])
                 setup_context(ctx, inputs, output)
 
             @staticmethod
@@ -94,7 +106,7 @@ class Differentiable:
         return self._function.apply(*given)  # type: ignore[no-untyped-call]
 
 
-def fold_vmap(operator: torch._ops.OpOverload, weights: Sequence[int]) -> None:
+def fold_vmap(operator: torch._ops.OpOverload, weights: Sequence[int] = ()) -> None:
     """Make `torch.func.vmap` of an operator one call: the mapped dimension becomes part of the batch.
 
     All tensors, in and out, have the batch as their first dimension, except the arguments at the positions in `weights`.
@@ -105,18 +117,22 @@ def fold_vmap(operator: torch._ops.OpOverload, weights: Sequence[int]) -> None:
         mapped = [place for place in weights if in_dims[place] is not None]
         if mapped:
             raise UnsupportedError(
-                f"torch.func.vmap of {operator} cannot map over the weights of a feature map; argument {mapped[0]} is mapped. "
-                "Loop over the weights instead, or call vmap inside subquad.ops.disabled()."
+                f"torch.func.vmap of {operator} cannot map over weights, which all sequences of a batch share; argument "
+                f"{mapped[0]} is mapped. Loop over the weights instead, or call vmap inside subquad.ops.disabled()."
             )
 
         def folded(x: Any, dim: int | None, place: int) -> Any:
             if not isinstance(x, Tensor) or place in weights:
                 return x
             x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.reshape(-1, *x.shape[2:]) if x.dim() > 2 or x.numel() else x.new_empty(0)
+            return x.flatten(0, 1)
+
+        def unfolded(x: Tensor) -> Tensor:
+            return x.unflatten(0, (size, x.shape[0] // size))
 
         results = operator(*(folded(x, dim, place) for place, (x, dim) in enumerate(zip(given, in_dims, strict=True))))
-        outs = tuple(x.unflatten(0, (size, -1)) if x.dim() > 1 else x.new_empty(size, 0) for x in results)
-        return outs, (0,) * len(outs)
+        if isinstance(results, Tensor):
+            return unfolded(results), 0
+        return tuple(map(unfolded, results)), (0,) * len(results)
 
     torch.library.register_vmap(operator, rule, lib=_LIBRARY)

@@ -18,6 +18,7 @@ _DONE, _OUT_OF_MEMORY = 0, 1  # enum Result of csrc/common/errors.h
 _ONE_THREAD_WORK = 2**19  # multiplications that one thread finishes before a second one has woken up
 
 
+@native_library.mirrored
 class View(ctypes.Structure):
     """A tensor (batch, heads, tokens, channels) whose channels are adjacent in memory; struct View of csrc/common/view.h."""
 
@@ -25,14 +26,14 @@ class View(ctypes.Structure):
 
 
 def structure(name: str, integers: Sequence[str], reals: Sequence[str], views: Sequence[str], pointers: Sequence[str]) -> Any:
-    """A class for a C structure with these fields, in this order."""
+    """A class for the C structure of this name, with these fields in this order; `native_library.load` compares the two."""
     fields = [
         *((field, ctypes.c_int64) for field in integers),
         *((field, ctypes.c_double) for field in reals),
         *((field, View) for field in views),
         *((field, ctypes.c_void_p) for field in pointers),
     ]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+    return native_library.mirrored(type(name, (ctypes.Structure,), {"_fields_": fields}))
 
 
 def call(

@@ -111,7 +111,7 @@ _STRIDES = ("query_head", "d_query_head", "bias_sequence", "output_row_stride")
 _VIEWS = ("query", "key", "value", "d_query", "d_key", "d_value")
 _TileGroup = native_call.structure("TileGroup", (*_SIZES, *_STRIDES, "tiles"), (), _VIEWS, ("bias", "output_row", "tile"))
 _NUMBERS = ("groups", "length", "channels", "value_channels")
-_Call = native_call.structure("Call", (*_NUMBERS, "threads"), ("scale",), (), ("group", "out", "top", "sum", "grad"))
+_Call = native_call.structure("TilesCall", (*_NUMBERS, "threads"), ("scale",), (), ("group", "out", "top", "sum", "grad"))
 
 
 class CompiledSoftmax(torch.autograd.Function):

@@ -235,6 +235,7 @@ def attend(inputs: Inputs, rule: KernelizedRule, past: Sums, *, return_sums: boo
     """The output (B, H, N, Dv) and, with `return_sums`, the final sums. With gradients: no `past` and no `return_sums`."""
     if not needs_gradient and dispatch.can_use_compiled(*inputs[:3], *past.values()):
         # The body itself: when a single token is decoded, PyTorch's dispatcher takes longer than the kernel.
+        dispatch.note("kernelized_forward")
         out, sums, _ = native.forward(inputs, rule, past, return_sums=return_sums, return_denominators=False)
         return out, sums
     keeps_sums = return_sums or (needs_gradient and not inputs.is_causal)

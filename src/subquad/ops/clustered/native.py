@@ -1,50 +1,26 @@
 """k-means on signs, and attention of clustered queries, in compiled code (csrc/clustered/).
 
-`subquad.engines.clustered` says what they compute.
-
 B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv value channels, C clusters, k top keys.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from subquad.ops import native_call
+from subquad.ops.clustered.inputs import ClusterAttention, ClusteredInputs
 
 _ASSIGN_SIZES = ("batch", "heads", "queries", "bits", "clusters", "iterations")
 _AssignCall = native_call.structure("AssignCall", (*_ASSIGN_SIZES, "threads"), (), ("code",), ("real", "assignment"))
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_channels", "clusters", "topk")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
 _POINTERS = ("rest", "mass", "level", "total", "assignment", "mask", "real", "top")
-_Call = native_call.structure("Call", (*_SIZES, "threads"), ("scale",), _VIEWS, _POINTERS)
-
-
-class ClusteredInputs(NamedTuple):
-    """Queries (B, H, N, D) with their clusters, and keys (B, K, M, D) and values (B, K, M, Dv)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    assignment: Tensor  # (B, H, N): the cluster of each query
-    mask: Tensor | None  # (B, M): which keys are real
-    real: Tensor | None  # (B, N): which queries are
-
-
-class ClusterAttention(NamedTuple):
-    """What the queries of a cluster share."""
-
-    rest: Tensor  # (B, H, C, Dv): the weighted sum of all values but those of the top keys
-    mass: Tensor  # (B, H, C): the weight of the top keys
-    level: Tensor  # (B, H, C): the largest score
-    total: Tensor  # (B, H, C): the sum of e^(score - level)
-    top: Tensor  # (B, H, C, k): the top keys
+_Call = native_call.structure("ClusteredCall", (*_SIZES, "threads"), ("scale",), _VIEWS, _POINTERS)
 
 
 def assign(code: Tensor, real: Tensor | None, clusters: int, iterations: int) -> Tensor:
-    """As `subquad.engines.clustered.assign`."""
+    """As `subquad.ops.clustered.kmeans.assign`."""
     code = native_call.as_rows(code)
     assignment = code.new_empty(code.shape[:3], dtype=torch.int64)
     numbers = dict(zip(_ASSIGN_SIZES, (*code.shape, clusters, iterations), strict=True))
@@ -57,7 +33,7 @@ def assign(code: Tensor, real: Tensor | None, clusters: int, iterations: int) ->
 def forward(inputs: ClusteredInputs, clusters: int, topk: int, scale: float) -> tuple[Tensor, ClusterAttention]:
     """The output (B, H, N, Dv), and what `backward` needs in addition to the inputs."""
     query, key, value = (native_call.as_rows(x) for x in inputs[:3])
-    out = native_call.empty_rows(query, value.shape[3])
+    out = native_call.empty_rows(inputs.query, value.shape[3])
     shape = (*query.shape[:2], clusters)
     shared = ClusterAttention(
         rest=query.new_empty(*shape, value.shape[3]),
@@ -73,7 +49,7 @@ def forward(inputs: ClusteredInputs, clusters: int, topk: int, scale: float) -> 
 def backward(grad: Tensor, inputs: ClusteredInputs, shared: ClusterAttention, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from that of the output."""
     grad, query, key, value = (native_call.as_rows(x) for x in (grad, *inputs[:3]))
-    d_query, d_key, d_value = (native_call.empty_rows(x, x.shape[3]) for x in (query, key, value))
+    d_query, d_key, d_value = (native_call.empty_rows(x, x.shape[3]) for x in inputs[:3])
     views = {"query": query, "key": key, "value": value, "grad": grad}
     views |= {"d_query": d_query, "d_key": d_key, "d_value": d_value}
     _call("clustered_backward", views, inputs, shared, scale)
