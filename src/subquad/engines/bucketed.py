@@ -22,16 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines import dense, token_buffer
-from subquad.engines.block_sparse import softmax
-from subquad.engines.block_sparse.key_sets import Blocks, Tokens
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec, TensorSpec
 from subquad.engines.token_buffer import append_rows, drop_rows, steps
 from subquad.masks import zero_pads
 from subquad.ops import bucketed as compiled
+from subquad.ops import tiles
 from subquad.ops.bucketed import Rule
 from subquad.ops.dispatch import can_use_compiled
 from subquad.ops.precision import needs_gradient, upcast
+from subquad.ops.sparse.key_sets import Blocks
+from subquad.ops.sparse.tokens import Tokens
 from subquad.ops.tiles import MASKED, Tile, TileGroup
 from subquad.state import StateTensors, rows
 
@@ -84,11 +85,11 @@ def _attend_sequence(call: Call, query_bucket: Tensor, key_bucket: Tensor, rule:
         x = Tokens.of(query[:, head, None], key[:, kv_head, None], value[:, kv_head, None], None)
         tokens = _SortedTokens.of(query_bucket[:, head].contiguous(), key_bucket[:, kv_head].contiguous(), rule)
         if rule.shared:
-            out, empty = softmax.attend([tokens.adjacent_chunks(x)], x.length, scale)
+            out, empty = tiles.attend([tokens.adjacent_chunks(x)], x.length, scale)
             out = torch.where(empty.unsqueeze(-1), x.value[:, 0], out)
         else:
             own_key = Blocks(64, ends=0).tile_groups(x)
-            out, _ = softmax.attend([tokens.chunk_pairs(x), *own_key], x.length, scale)
+            out, _ = tiles.attend([tokens.chunk_pairs(x), *own_key], x.length, scale)
         outs.append(out)
     return zero_pads(torch.stack(outs, dim=1), mask).to(dtype)
 
