@@ -126,7 +126,10 @@ def test_compiled_once_for_all_lengths(mechanism, is_causal, grad):
     torch._dynamo.reset()
     built = module(mechanism)
     run = torch.compile(
-        lambda *x: attend(*x, mechanism=mechanism, built=built, is_causal=is_causal), fullgraph=True, dynamic=True, backend=backend
+        lambda *x: attend(*x, mechanism=mechanism, built=built, is_causal=is_causal),
+        fullgraph=True,
+        dynamic=True,
+        backend=backend,
     )
     for length in (70, 90, 131):
         x = tensors(length, grad=grad)
@@ -281,7 +284,7 @@ def test_tensors_that_do_not_fit_are_refused(name):
     for func, args in recorded_calls(mechanism, key_padding_mask=mask("right")):
         if name in [argument.name for argument in func._schema.arguments]:
             args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-            with pytest.raises(sq.InputError, match="must have the shape|must divide"):
+            with pytest.raises(sq.InputError, match=r"must have the shape|must divide"):
                 func(*changed(args, func, name, lambda x: x[:1, :1]))
             if name not in ("query", "grad", "out"):
                 with pytest.raises(sq.InputError, match="the dtype"):

@@ -24,6 +24,7 @@ from subquad.ops.library import Differentiable, define, fold_vmap
 from subquad.ops.precision import compute_dtype, needs_gradient
 from subquad.ops.sparse.pattern import Pattern
 from subquad.ops.sparse.plan import Inputs, Plan
+from subquad.ops.tensor_checks import require, require_heads
 from subquad.ops.tiles import differentiable, native, pytorch
 
 _LEARNED = tuple(Inputs._fields.index(name) for name in Inputs._fields if name not in ("mask", "global_mask", "draw"))
@@ -46,20 +47,15 @@ def _checked(given: Sequence[Any]) -> tuple[Inputs, Pattern]:
     """The arguments of an operator, which anybody may call: kernels read memory, so the tensors must fit together."""
     inputs, pattern = Inputs(*given[:-3]), Pattern.of(given[-3])
     query, key, value, *_ = inputs
-    for x in (query, key, value):
-        if x.dim() != 4:
-            raise InputError(f"query, key and value must have 4 dimensions; got {tuple(x.shape)}.")
+    require_heads(query, key, value)
     (batch, heads, length, channels), kv_heads, width = query.shape, key.shape[1], value.shape[3]
-    if not kv_heads or heads % kv_heads:
-        raise InputError(f"the number of key-value heads must divide that of query heads; got {kv_heads} and {heads}.")
-    keys, values = (batch, kv_heads, length, channels), (batch, kv_heads, length, width)
-    shapes = {"key": keys, "value": values, "mask": (batch, length), "global_mask": (batch, length)}
-    shapes |= {"global_query": tuple(query.shape), "global_key": keys, "global_value": values, "draw": (heads,)}
+    shapes: dict[str, tuple[int, ...]] = {"mask": (batch, length), "global_mask": (batch, length), "draw": (heads,)}
+    shapes |= {"global_query": tuple(query.shape), "global_key": tuple(key.shape), "global_value": tuple(value.shape)}
     if inputs.extra_key is not None:
         extra = inputs.extra_key.shape[-2] if inputs.extra_key.dim() == 3 else 0
         shapes |= {"extra_key": (kv_heads, extra, channels), "extra_value": (kv_heads, extra, width)}
     dtypes = {"mask": torch.bool, "global_mask": torch.bool, "draw": torch.int64}
-    dtypes |= dict.fromkeys(("key", "value", "global_query", "global_key", "global_value"), query.dtype)
+    dtypes |= dict.fromkeys(("global_query", "global_key", "global_value"), query.dtype)
     for name, shape in shapes.items():
         require(getattr(inputs, name), name, shape, dtypes.get(name))
     for names in (("extra_key", "extra_value"), ("global_query", "global_key", "global_value")):
@@ -70,14 +66,6 @@ def _checked(given: Sequence[Any]) -> tuple[Inputs, Pattern]:
     if pattern.is_random and inputs.draw is None:
         raise InputError("a sparse pattern with random blocks needs `draw`, the hash keys of the heads; got None.")
     return inputs, pattern
-
-
-def require(x: Tensor | None, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    """Raise an error unless `x` is None or has this shape and, if there is one, this dtype."""
-    if x is None or (tuple(x.shape) == tuple(shape) and dtype in (None, x.dtype)):
-        return
-    wanted = f"the shape {tuple(shape)}" + ("" if dtype is None else f" and the dtype {dtype}")
-    raise InputError(f"{name} must have {wanted}, to fit the others; got {tuple(x.shape)} and {x.dtype}.")
 
 
 def _forward(body: _Body, *given: Any) -> tuple[Tensor, ...]:
