@@ -85,8 +85,10 @@ class EndBlocks:
         return GlobalTokens(torch.where(exists, index, 0), exists, not last)
 
 
-def tokens_of_mask(global_mask: Tensor) -> GlobalTokens | None:
-    """The tokens where `global_mask` (B, n) is True."""
+def tokens_of_mask(global_mask: Tensor, span: Tensor | None) -> GlobalTokens | None:
+    """The tokens where `global_mask` (B, n) is True; `span` (B, 2) has the first real token of each sequence."""
     most = int(global_mask.sum(1).max()) if global_mask.numel() else 0
     position, exists = (t[:, :most] for t in real_first(global_mask))
+    if span is not None:
+        position = torch.where(exists, position - span[:, :1], 0)
     return GlobalTokens(position, exists, False) if most else None

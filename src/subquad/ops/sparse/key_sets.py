@@ -47,6 +47,11 @@ class KeySet(ABC):
     def is_valid(self) -> bool:
         """Whether the numbers describe a set."""
 
+    @property
+    def is_shiftable(self) -> bool:
+        """Whether its tiles may count from any token, so that sequences may start at different ones."""
+        return True
+
     def at_length(self, length: int) -> KeySet:
         """The set with the square root of this length in the place of `ROOT`."""
         return self
@@ -98,6 +103,10 @@ class Window(KeySet):
         steps = [n for n in (self.before, self.after) if n != BELOW_ROOT]
         return are_counts(*steps) and (self.dilation == ROOT or are_counts(self.dilation, least=1))
 
+    @property
+    def is_shiftable(self) -> bool:
+        return self.dilation == 1
+
     def at_length(self, length: int) -> Window:
         if self.dilation != ROOT and BELOW_ROOT not in (self.before, self.after):
             return self
@@ -117,11 +126,17 @@ class Window(KeySet):
         key, value = (t.transpose(2, 3).flatten(0, 1) for t in (key, value))  # (B K, dilation, steps, ...)
         token = torch.arange(total, device=query.device).reshape(steps, dilation).T  # (dilation, steps)
         bias = None if x.bias is None else x.repeat_per_head(x.bias)
-        if total > x.length:
+        if total > x.length and x.span is None:
             bias = F.pad(key.new_zeros(1, x.length) if bias is None else bias, (0, total - x.length), value=MASKED)
+        elif bias is not None:
+            bias = pad_to(bias, total, -1)
         bias = None if bias is None else bias.unflatten(1, (steps, dilation)).mT
+        span = None
+        if x.lengths is not None and x.span is not None:
+            counts = (x.lengths[:, None] + dilation - 1 - torch.arange(dilation, device=x.lengths.device)) // dilation
+            span = x.repeat_per_head(torch.stack([torch.zeros_like(counts), counts], dim=-1)).expand(len(query), -1, -1)
         tiles = self._tiles(x, steps)
-        return [TileGroup(query, key, value, tiles, token.reshape(1, total).clamp(max=x.length), bias)]
+        return [TileGroup(query, key, value, tiles, token.reshape(1, total).clamp(max=x.length), bias, span, span)]
 
     def _tiles(self, x: Tokens, steps: int) -> tuple[Tile, ...]:
         return cached(window_tiles, x, self.before, self.after, self.without_self, steps)
@@ -194,9 +209,7 @@ class BlockEnds(KeySet):
     def tile_groups(self, x: Tokens) -> list[TileGroup]:
         if self.size >= x.length:  # a single block, the query's own
             return []
-        index = end_positions(x.length, self.size, self.count, x.key.device)
-        key, value = (t.index_select(2, index) for t in (x.key, x.value))
-        bias = None if x.bias is None else x.bias.index_select(1, index)
+        key, value, bias = x.keys_at(end_positions(x.length, self.size, self.count, x.key.device)[None])
         tiles = cached(end_tiles, x, self.size, self.count, self.is_causal, x.length)
         return [x.tile_group_with(key, value, tiles, bias)]
 

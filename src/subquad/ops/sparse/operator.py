@@ -77,7 +77,7 @@ def _run_forward(body: _Body, inputs: Inputs, pattern: Pattern, scale: float, is
     if not inputs.query.numel() or not inputs.value.numel():
         return _fake_forward(*inputs)
     inputs = Inputs(*(x if x is None else x.detach() for x in inputs))  # type: ignore[arg-type]
-    plan = Plan.of(inputs, pattern, is_causal)
+    plan = Plan.of(inputs, pattern, is_causal, body is _NATIVE)
     rows: list[Tensor] = []
     for part in plan.parts:
         found = [x.unflatten(0, (batch, -1)) for x in body.forward(part.groups, length, scale)]
@@ -89,7 +89,7 @@ def _run_forward(body: _Body, inputs: Inputs, pattern: Pattern, scale: float, is
             to[:, list(part.heads)] = x
     if plan.global_rows is not None:
         plan.global_rows.put(rows, body.forward([plan.global_rows.group], plan.global_rows.shape[1], scale))
-    out, top, total = plan.put_back(rows)
+    out, top, total = plan.padding.put_back(rows)
     if body is _PYTORCH and any(pytorch.are_uncountable(part.groups, scale) for part in plan.parts):
         total = -total  # marks them: the compiled kernel would round the scores in another way
     return out, top, total
@@ -123,7 +123,7 @@ def _backward(body: _Body, grad: Tensor, out: Tensor, top: Tensor, total: Tensor
     with torch.inference_mode(False), torch.enable_grad():
         leaves = {place: _leaf(inputs, place) for place in _LEARNED if inputs[place] is not None}
         recorded: list[Any] = [leaves.get(place, x) for place, x in enumerate(inputs)]
-        plan = Plan.of(Inputs(*recorded), pattern, given[-1])
+        plan = Plan.of(Inputs(*recorded), pattern, given[-1], body is _NATIVE)
     with torch.no_grad():
         outputs, grads = _group_gradients(body, plan, [grad.to(dtype), out.to(dtype), top, total.abs()], given[-2])
     found = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True, materialize_grads=True)
@@ -139,7 +139,7 @@ def _leaf(inputs: Inputs, place: int) -> Tensor:
 
 def _group_gradients(body: _Body, plan: Plan, rows: list[Tensor], scale: float) -> tuple[list[Tensor], list[Tensor]]:
     """The queries, keys and values of all tile groups, and their gradients; `rows`: of the output, itself, top and total."""
-    groups, grads, rows = [], [], plan.take(rows)
+    groups, grads, rows = [], [], plan.padding.take_rows(rows)
     if plan.global_rows is not None:
         groups.append(plan.global_rows.group)
         grad, *results = plan.global_rows.take(rows)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from subquad.masks import put_back, real_first, take_tokens
+from subquad.masks import take_tokens
 from subquad.ops.sparse.global_tokens import GlobalTokens, tokens_of_mask
+from subquad.ops.sparse.padding import Padding
 from subquad.ops.sparse.pattern import Heads, Pattern
 from subquad.ops.sparse.tokens import Tokens
 from subquad.ops.tiles.group import Tile, TileGroup, additive_mask
@@ -77,38 +78,32 @@ class GlobalRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What computes a call: `parts`, and then the rows of global tokens. Gradients flow from its groups to the inputs.
-
-    `order` (B, n) is the order of the tokens in the plan, with the real ones first, where `real` (B, n) is True; None: as they
-    are.
-    """
+    """What computes a call: `parts`, and then the rows of global tokens. Gradients flow from its groups to the inputs."""
 
     parts: list[Part]
     global_rows: GlobalRows | None
-    order: Tensor | None
-    real: Tensor | None
+    padding: Padding
 
     @staticmethod
-    def of(inputs: Inputs, pattern: Pattern, is_causal: bool) -> Plan:
+    def of(inputs: Inputs, pattern: Pattern, is_causal: bool, with_spans: bool) -> Plan:
+        """`with_spans`: for the compiled kernel, which takes the spans of real tokens."""
         batch, _, length, _ = inputs.query.shape
-        order, real, lengths = None, None, torch.tensor([length], device=inputs.query.device)
-        if inputs.mask is not None:
-            order, real = real_first(inputs.mask)
-            inputs, lengths = _reorder(inputs, order, real), real.sum(1)
         pattern = pattern.at_length(length)
+        inputs, padding = _arranged(inputs, pattern, with_spans)
+        lengths = torch.tensor([length], device=inputs.query.device) if padding.lengths is None else padding.lengths
         tokens = None
         if inputs.global_mask is not None:
-            tokens = tokens_of_mask(inputs.global_mask)
+            tokens = tokens_of_mask(inputs.global_mask, padding.span)
         elif pattern.global_rule is not None:
             tokens = pattern.global_rule.tokens(lengths, length)
-        allowed = real
+        allowed = padding.real
         if tokens is not None:  # seen as global tokens, so not again in a set
             others = ~tokens.among(length)
-            allowed = others if real is None else others & real
+            allowed = others if allowed is None else others & allowed
         parts = []
         for heads, key_sets in pattern.head_groups:
             given = _select_heads(inputs, heads)
-            x = Tokens.of(*given, allowed, None if real is None else lengths, inputs.draw)
+            x = Tokens.of(*given, allowed, padding.lengths, padding.span, inputs.draw)
             groups = [group for key_set in key_sets for group in key_set.tile_groups(x)]
             if tokens is not None:
                 groups.append(_global_columns(x, tokens, is_causal))
@@ -116,35 +111,25 @@ class Plan:
                 key, value = (t.to(x.key.dtype).expand(batch, -1, -1, -1) for t in (inputs.extra_key, inputs.extra_value))
                 groups.append(x.tile_group_with(key, value))
             parts.append(Part(groups, heads))
-        global_rows = None if tokens is None else _global_rows(inputs, real, tokens, is_causal)
-        return Plan(parts, global_rows, order, real)
-
-    def take(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Rows (B, H, n, ...) in the order of the plan, 0 for pads."""
-        if self.order is None or self.real is None:
-            return list(rows)
-        found = [take_tokens(x if x.dim() == 4 else x.unsqueeze(-1), self.order) for x in rows]
-        found = [x.masked_fill(~self.real[:, None, :, None], 0) for x in found]
-        return [x if given.dim() == 4 else x.squeeze(-1) for x, given in zip(found, rows, strict=True)]
-
-    def put_back(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """The inverse of `take`."""
-        if self.order is None or self.real is None:
-            return list(rows)
-        found = [x if x.dim() == 4 else x.unsqueeze(-1) for x in rows]
-        found = [put_back(x.masked_fill(~self.real[:, None, :, None], 0), self.order) for x in found]
-        return [x if given.dim() == 4 else x.squeeze(-1) for x, given in zip(found, rows, strict=True)]
+        global_rows = None if tokens is None else _global_rows(inputs, padding, tokens, is_causal)
+        return Plan(parts, global_rows, padding)
 
 
-def _reorder(inputs: Inputs, order: Tensor, real: Tensor) -> Inputs:
-    """Everything that is given by token, in another order; pads are 0, and not global."""
+def _arranged(inputs: Inputs, pattern: Pattern, with_spans: bool) -> tuple[Inputs, Padding]:
+    """The inputs in the order of the plan, in which real tokens are adjacent."""
+    if inputs.mask is None:
+        return inputs, Padding()
+    is_shiftable = all(key_set.is_shiftable for _, key_sets in pattern.head_groups for key_set in key_sets)
+    padding = Padding.of(inputs.mask, with_spans, is_shiftable)
+    if padding.order is None:
+        global_mask = None if inputs.global_mask is None else inputs.global_mask & inputs.mask
+        return inputs._replace(global_mask=global_mask), padding
     names = ("query", "key", "value", "global_query", "global_key", "global_value")
-    found: dict[str, Any] = {}
-    for name in names:
-        x = getattr(inputs, name)
-        found[name] = None if x is None else take_tokens(x, order).masked_fill(~real[:, None, :, None], 0)
-    global_mask = None if inputs.global_mask is None else inputs.global_mask.gather(1, order) & real
-    return inputs._replace(**found, global_mask=global_mask)
+    given = {name: getattr(inputs, name) for name in names}
+    found = {name: padding.take(x) for name, x in given.items() if x is not None}
+    if inputs.global_mask is not None:
+        found["global_mask"] = (inputs.global_mask & inputs.mask).gather(1, padding.order)
+    return inputs._replace(**found), padding
 
 
 def _select_heads(inputs: Inputs, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +142,7 @@ def _select_heads(inputs: Inputs, heads: Heads) -> tuple[Tensor, Tensor, Tensor]
 
 def _global_columns(x: Tokens, tokens: GlobalTokens, is_causal: bool) -> TileGroup:
     """The global tokens as keys of all queries; when causal, of those after them."""
-    key, value = (take_tokens(t, tokens.position.expand(len(t), -1)) for t in (x.key, x.value))
+    key, value, _ = x.keys_at(tokens.position, tokens.exists)
     visible = tokens.exists.unsqueeze(1)  # (B or 1, 1, g)
     if is_causal:
         visible = visible & (tokens.position.unsqueeze(1) <= torch.arange(x.length, device=tokens.position.device)[:, None])
@@ -165,19 +150,22 @@ def _global_columns(x: Tokens, tokens: GlobalTokens, is_causal: bool) -> TileGro
     return x.tile_group_with(key, value, (Tile(0, x.length, 1, 0, 0, tokens.position.shape[1], mask),))
 
 
-def _global_rows(inputs: Inputs, real: Tensor | None, tokens: GlobalTokens, is_causal: bool) -> GlobalRows:
+def _global_rows(inputs: Inputs, padding: Padding, tokens: GlobalTokens, is_causal: bool) -> GlobalRows:
     query, key, value = inputs[:3]
     if inputs.global_query is not None and inputs.global_key is not None and inputs.global_value is not None:
         query, key, value = inputs.global_query, inputs.global_key, inputs.global_value
-    batch, length = query.shape[0], query.shape[2]
-    position, exists = (t.expand(batch, -1) for t in tokens[:2])
-    count = position.shape[1]
-    x = Tokens.of(take_tokens(query, position), key, value, real)
+    batch, _, length, _ = query.shape
+    row = tokens.position if padding.span is None else tokens.position + padding.span[:, :1]
+    row, exists = (t.expand(batch, -1) for t in (torch.where(tokens.exists, row, 0), tokens.exists))
+    count = row.shape[1]
+    queries = take_tokens(query, row).masked_fill(~exists[:, None, :, None], 0)
+    x = Tokens.of(queries, key, value, padding.real, padding.lengths, padding.span)
     tile = Tile(0, count, 1, 0, 0, count if is_causal and tokens.are_first else length)
     if is_causal and tokens.are_first:
         tile = tile._replace(is_causal=count > 1)
     elif is_causal:
-        visible = torch.arange(length, device=position.device) <= tokens.position.unsqueeze(-1)  # (B or 1, g, n)
+        visible = torch.arange(length, device=row.device) <= tokens.position.unsqueeze(-1)  # (B or 1, g, n)
         tile = tile._replace(mask=x.repeat_per_head(additive_mask(visible, x.key.dtype)).unsqueeze(1))
     entry = exists.nonzero(as_tuple=True)
-    return GlobalRows(x.tile_group((tile,)), (entry[0], entry[1]), position[entry], (batch, count))
+    group = x.tile_group((tile,))._replace(query_span=None)
+    return GlobalRows(group, (entry[0], entry[1]), row[entry], (batch, count))

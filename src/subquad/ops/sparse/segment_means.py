@@ -52,12 +52,13 @@ class SegmentMeans(KeySet):
     def _means(self, x: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         """Means (B, K, segments, ...) over the keys that are not masked, and their bias, which masks segments without any."""
         missing = -x.length % self.size
-        key, value = (pad_to(t, x.length + missing, -2).unflatten(2, (-1, self.size)) for t in (x.key, x.value))
-        if x.bias is None:
+        key, value, real = x.real_first()
+        key, value = (pad_to(t, x.length + missing, -2).unflatten(2, (-1, self.size)) for t in (key, value))
+        if real is None:
             count = torch.full((key.shape[2], 1), self.size, dtype=key.dtype, device=key.device)
             count[-1] -= missing
             return key.sum(3) / count, value.sum(3) / count, None
-        real = F.pad(x.bias == 0, (0, missing)).unflatten(1, (-1, self.size))  # (B or 1, segments, p)
+        real = F.pad(real, (0, missing)).unflatten(1, (-1, self.size))  # (B or 1, segments, p)
         count = real.sum(2)  # (B or 1, segments)
         key, value = (
             t.masked_fill(~real[:, None, ..., None], 0).sum(3) / count.clamp(min=1)[:, None, :, None] for t in (key, value)

@@ -65,10 +65,10 @@ class _TileSoftmax(torch.autograd.Function):
         constants = iter(saved[3 * len(ctx.tiles) :])
         groups = []
         for number, tiles in enumerate(ctx.tiles):
-            output_row, bias = next(constants), next(constants)
+            own = [next(constants) for _ in TileGroup._fields[4:]]
             filled = [tile._replace(mask=next(constants), run_starts=next(constants)) for tile in tiles]
             query, key, value = saved[3 * number : 3 * number + 3]
-            groups.append(TileGroup(query, key, value, filled, output_row, bias))
+            groups.append(TileGroup(query, key, value, filled, *own))
         with torch.no_grad():
             grads = backward(grad, groups, out, top, total, ctx.scale)
         return None, None, None, *forbid_double_backward(grads, [grad, *saved])

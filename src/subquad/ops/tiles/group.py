@@ -47,6 +47,10 @@ class TileGroup(NamedTuple):
 
     `bias` (Z or 1, S, m) is 0, or `MASKED` for keys that no query sees. `output_row` (R or 1, S n) is the row of the output,
     0 to N - 1, that a query belongs to; several queries may share one. N discards a query. None: row i for query i.
+
+    `query_span` and `key_span` (Z, S, 2), for the compiled kernel only: the first query or key of each subsequence that is
+    there, and how many are. Tiles, masks and biases count from the first. The others are never read; their rows of the output
+    and of gradients are 0. None: all are there.
     """
 
     query: Tensor
@@ -55,6 +59,8 @@ class TileGroup(NamedTuple):
     tiles: Sequence[Tile]
     output_row: Tensor | None = None
     bias: Tensor | None = None
+    query_span: Tensor | None = None
+    key_span: Tensor | None = None
 
     @property
     def query_heads(self) -> int:
@@ -64,7 +70,7 @@ class TileGroup(NamedTuple):
     @property
     def constants(self) -> list[Tensor | None]:
         """The tensors that no gradient flows to."""
-        return [self.output_row, self.bias, *(t for tile in self.tiles for t in (tile.mask, tile.run_starts))]
+        return [*self[4:], *(t for tile in self.tiles for t in (tile.mask, tile.run_starts))]
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,8 @@ _Tile = native_call.structure("Tile", (*_SPAN, *_MASK, "runs", "runs_row"), (), 
 _SIZES = ("sequences", "subsequences", "query_heads", "queries", "keys")
 _STRIDES = ("query_head", "d_query_head", "bias_sequence", "output_row_stride")
 _VIEWS = ("query", "key", "value", "d_query", "d_key", "d_value")
-_TileGroup = native_call.structure("TileGroup", (*_SIZES, *_STRIDES, "tiles"), (), _VIEWS, ("bias", "output_row", "tile"))
+_GROUP_POINTERS = ("bias", "output_row", "query_span", "key_span", "tile")
+_TileGroup = native_call.structure("TileGroup", (*_SIZES, *_STRIDES, "tiles"), (), _VIEWS, _GROUP_POINTERS)
 _NUMBERS = ("groups", "length", "channels", "value_channels")
 _Call = native_call.structure("Call", (*_NUMBERS, "threads"), ("scale",), (), ("group", "out", "top", "sum", "grad"))
 
@@ -57,7 +58,7 @@ def _as_kernel_reads(group: TileGroup) -> TileGroup:
     query, key, value = (native_call.as_rows(x) for x in (group.query, group.key, group.value))
     output_row, bias = (None if x is None else x.contiguous() for x in (group.output_row, group.bias))
     tiles = [tile if tile.mask is None and tile.run_starts is None else _tile_as_kernel_reads(tile) for tile in group.tiles]
-    return TileGroup(query, key, value, tiles, output_row, bias)
+    return TileGroup(query, key, value, tiles, output_row, bias, *(x if x is None else x.contiguous() for x in group[6:]))
 
 
 def _tile_as_kernel_reads(tile: Tile) -> Tile:
@@ -94,6 +95,8 @@ def _group_structure(group: TileGroup, grads: Mapping[str, Tensor], tiles: Any) 
         setattr(found, name, native_call.View(x.data_ptr(), *x.stride()[:3]))
     if group.bias is not None:
         found.bias, found.bias_sequence = group.bias.data_ptr(), _stride(group.bias, 0)
+    for name, span in (("query_span", group.query_span), ("key_span", group.key_span)):
+        setattr(found, name, None if span is None else span.data_ptr())
     if group.output_row is not None:
         found.output_row, found.output_row_stride = group.output_row.data_ptr(), _stride(group.output_row, 0)
     return found

@@ -58,6 +58,8 @@ def _with_last_channel(x: Tensor, last: Tensor, width: int) -> Tensor:
 
 def gather_runs(group: TileGroup) -> TileGroup:
     """Where tiles have `run_starts`: their keys, copied next to each other, (R, 1, ...)."""
+    assert group.query_span is None
+    assert group.key_span is None
     if all(tile.run_starts is None for tile in group.tiles):
         return group
     (sequences, _, query_heads, queries, _), keys = group.query.shape, group.key.shape[2]
