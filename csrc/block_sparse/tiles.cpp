@@ -1,4 +1,4 @@
-// Exact softmax attention over tile groups: ops/tiles.py defines tiles and tile groups.
+// Exact softmax attention over tile groups: ops/tiles/group.py defines tiles and tile groups.
 //
 // A panel of queries attends to its keys one block at a time. Scores are stored transposed, one row per key, so that keys are
 // read in place and a vector holds consecutive queries, each with its own largest score. Queries that see no key of a block are
@@ -21,7 +21,7 @@ namespace subquad {
 constexpr Index PANEL = 96;  // queries
 constexpr Index BLOCK = 64;  // keys, at most
 template <class T>
-constexpr T MASKED = -std::numeric_limits<T>::infinity();  // as in ops/tiles.py
+constexpr T MASKED = -std::numeric_limits<T>::infinity();  // as in ops/tiles/group.py
 
 struct Tile {
     int64_t first_row, rows, blocks, first_column, column_step, columns, is_causal;
@@ -37,7 +37,16 @@ struct TileGroup {
     View query, key, value, d_query, d_key, d_value;  // (Z, S, n or m); `query_head` is the stride between the G query heads
     const void* bias;           // (Z or 1, S, m): added to all scores of a key; null: none
     const int64_t* output_row;  // (Z G or 1, S n): the row of the output of each query, N for none; null: row i for query i
+    const int64_t *query_span, *key_span;  // (Z, S, 2): first and number; null: all
     const Tile* tile;
+};
+
+// The tokens of a subsequence that are there. Tiles, masks and biases count from the first of them; the others are never read.
+struct Span {
+    Index first, count;
+    Span(const int64_t* spans, const TileGroup& group, Index z, Index s, Index all)
+        : first(spans ? spans[2 * (z * group.subsequences + s)] : 0),
+          count(spans ? spans[2 * (z * group.subsequences + s) + 1] : all) {}
 };
 
 struct TilesCall {
@@ -69,6 +78,7 @@ struct Panel {
     const TilesCall& call;
     Index D, E, n = 0, m = 0, low = 0, high = 0;  // only the queries from `low` to `high` see any of the keys
     Index z = 0, s = 0, g = 0, sequence = 0;      // `sequence` of the output, one of Z G
+    Index first_query = 0, first_key = 0, keys = 0;  // of the spans
     const TileGroup* group = nullptr;
     PanelRange range = {};
     Matrix<T> query_copy, query_t, key_copy, value_copy, scores;
@@ -79,11 +89,17 @@ struct Panel {
         : call(c), D(c.channels), E(c.value_channels), query_copy(PANEL, D), query_t(D, PANEL), key_copy(BLOCK, D),
           value_copy(BLOCK, E), scores(BLOCK, PANEL), query(query_copy), key(key_copy), value(value_copy) {}
 
-    void begin(const TileGroup& tile_group, const PanelRange& panel_range, Index key_sequence, Index subsequence, Index head) {
-        group = &tile_group, range = panel_range, n = range.n;
+    // Whether there is any query in the range.
+    bool begin(const TileGroup& tile_group, const PanelRange& panel_range, Index key_sequence, Index subsequence, Index head) {
+        group = &tile_group, range = panel_range;
         z = key_sequence, s = subsequence, g = head, sequence = z * group->query_heads + g;
+        const Span queries(group->query_span, *group, z, s, group->queries), seen(group->key_span, *group, z, s, group->keys);
+        first_query = queries.first, first_key = seen.first, keys = seen.count;
+        n = std::min(range.n, queries.first + queries.count - token(0));
+        if (n <= 0) return false;
         query = fetch(query_copy, of_head(group->query, group->query_head), z, s, token(0), n);
         transpose(query_t, query, n, T(call.scale));
+        return true;
     }
 
     View of_head(View view, Index stride) const {
@@ -91,8 +107,8 @@ struct Panel {
         return view;
     }
 
-    // The position of query i in its subsequence.
-    Index token(Index i) const { return range.tile->first_row + range.block * range.tile->rows + range.first + i; }
+    // The place of query i in its subsequence.
+    Index token(Index i) const { return first_query + range.tile->first_row + range.block * range.tile->rows + range.first + i; }
 
     // The row of the output of query i, N for none.
     Index output_row(Index i) const {
@@ -109,7 +125,7 @@ struct Panel {
             const Index start = tile.run_start ? tile.run_start[sequence * tile.runs_row + range.block * tile.runs + run]
                                                : tile.first_column + range.block * tile.column_step;
             if (start < 0) continue;
-            const Index end = std::min<Index>(start + size, group->keys);
+            const Index end = std::min<Index>(start + size, keys);
             const Index blocks = (end - start + BLOCK - 1) / BLOCK;
             for (Index b = 0, j = start; b < blocks; ++b, j += m) {
                 m = (end - j + blocks - b - 1) / (blocks - b);
@@ -134,7 +150,8 @@ struct Panel {
         if (low >= high) return false;
         const T* bias = static_cast<const T*>(group->bias);
         if (bias) bias += z * group->bias_sequence + s * group->keys + first;
-        key = fetch(key_copy, group->key, z, s, first, m), value = fetch(value_copy, group->value, z, s, first, m);
+        key = fetch(key_copy, group->key, z, s, first_key + first, m);
+        value = fetch(value_copy, group->value, z, s, first_key + first, m);
         product(scores[0] + low, scores.stride, key[0], key.stride, Index(1), query_t[0] + low, query_t.stride, m, D, high - low,
                 false);
         for (Index j = 0; j < m; ++j) {
@@ -251,6 +268,13 @@ struct TileSoftmax {
     }
 };
 
+// Sets what lies outside the span of its queries to 0: n rows of `width` numbers, `stride` apart.
+template <class T>
+void clear_outside(const Span& span, T* rows, Index n, Index stride, Index width) {
+    for (Index i = 0; i < span.first; ++i) std::fill_n(rows + i * stride, width, T(0));
+    for (Index i = span.first + span.count; i < n; ++i) std::fill_n(rows + i * stride, width, T(0));
+}
+
 template <class T>
 void tiles_forward(const TilesCall& c) {
     const Index rows = c.group[0].sequences * c.group[0].query_heads * c.length;
@@ -268,6 +292,16 @@ void tiles_forward(const TilesCall& c) {
     {
         std::optional<TileSoftmax<T>> softmax;
         error.guard([&] { softmax.emplace(c); });
+        if (starts_rows && c.group[0].query_span) {
+#pragma omp for
+            for (Index u = 0; u < rows / std::max<Index>(c.length, 1); ++u) {
+                const Span span(c.group[0].query_span, c.group[0], u / c.group[0].query_heads, 0, c.length);
+                clear_outside(span, static_cast<T*>(c.out) + u * c.length * c.value_channels, c.length, c.value_channels,
+                              c.value_channels);
+                clear_outside(span, static_cast<T*>(c.top) + u * c.length, c.length, Index(1), Index(1));
+                clear_outside(span, static_cast<T*>(c.sum) + u * c.length, c.length, Index(1), Index(1));
+            }
+        }
         for (Index g = 0; g < c.groups; ++g) {
             const TileGroup& group = c.group[g];
             const Index count = ranges[g].size(), sub = group.subsequences;
@@ -279,9 +313,9 @@ void tiles_forward(const TilesCall& c) {
                 error.guard([&] {
                     for (Index r = u % units; r < count * sub; r += units) {
                         const Index sequence = u / units;
-                        softmax->panel.begin(group, ranges[g][r % count], sequence / group.query_heads, r / count,
-                                             sequence % group.query_heads);
-                        softmax->run(is_first, is_last);
+                        if (softmax->panel.begin(group, ranges[g][r % count], sequence / group.query_heads, r / count,
+                                                 sequence % group.query_heads))
+                            softmax->run(is_first, is_last);
                     }
                 });
         }
@@ -299,7 +333,7 @@ template <class T>
 struct TileGradients {
     Panel<T> panel;
     View d_key = {}, d_value = {};
-    Index first_key = 0;  // of these views
+    Index first_key = 0;  // the key that stands first in these views
     Matrix<T> grad_copy, grad_t, d_scores, d_query, key_rows, value_rows;
     Rows<T> grad;
     Matrix<T> top, factor, along;  // (1 x n): a weight is e^(score - top) times the factor; the product of output and gradient
@@ -367,9 +401,9 @@ struct PartialGradients {
     PartialGradients(const TilesCall& c, Index from, Index to)
         : from(from), to(to), d_key(to - from, c.channels), d_value(to - from, c.value_channels) {}
     static View view(const Matrix<T>& x) { return {x[0], 0, 0, x.stride}; }
-    void add_to(const View& view, const Matrix<T>& x, Index z, Index s) const {
-        for (Index j = from; j < to; ++j)
-            for (Index d = 0; d < x.columns; ++d) view.at<T>(z, s, j)[d] += x[j - from][d];
+    void add_to(const View& view, const Matrix<T>& x, Index z, Index s, const Span& keys) const {
+        for (Index j = from; j < std::min(to, keys.count); ++j)
+            for (Index d = 0; d < x.columns; ++d) view.at<T>(z, s, keys.first + j)[d] += x[j - from][d];
     }
 };
 
@@ -406,27 +440,31 @@ void tiles_backward(const TilesCall& c) {
                 error.guard([&] {
                     const PanelRange *first = ranges.data() + count * (u % each) / each,
                                      *last = ranges.data() + count * (u % each + 1) / each;
+                    const Index sequence = u / each, z = sequence / group.subsequences, s = sequence % group.subsequences;
+                    const Span queries(group.query_span, group, z, s, group.queries);
                     gradients->d_key = group.d_key, gradients->d_value = group.d_value;
+                    gradients->first_key = -Span(group.key_span, group, z, s, group.keys).first;
                     if (each > 1) {
                         partial[u] = partial_gradients<T>(c, group, first, last);
                         gradients->d_key = partial[u]->view(partial[u]->d_key), gradients->first_key = partial[u]->from;
                         gradients->d_value = partial[u]->view(partial[u]->d_value);
                     }
-                    const Index sequence = u / each;
-                    for (Index g = 0; g < group.query_heads; ++g)
-                        for (const PanelRange* range = first; range < last; ++range) {
-                            gradients->panel.begin(group, *range, sequence / group.subsequences, sequence % group.subsequences,
-                                                   g);
-                            gradients->run();
-                        }
+                    for (Index g = 0; g < group.query_heads; ++g) {
+                        if (group.query_span && u % each == 0)
+                            clear_outside(queries, group.d_query.at<T>(z, s, 0) + g * group.d_query_head, group.queries,
+                                          Index(group.d_query.token), c.channels);
+                        for (const PanelRange* range = first; range < last; ++range)
+                            if (gradients->panel.begin(group, *range, z, s, g)) gradients->run();
+                    }
                 });
 #pragma omp for
             for (Index sequence = 0; sequence < (each > 1 ? sequences : 0); ++sequence)
                 error.guard([&] {
                     for (Index i = sequence * each; i < (sequence + 1) * each; ++i) {
                         const Index z = sequence / group.subsequences, s = sequence % group.subsequences;
-                        partial[i]->add_to(group.d_key, partial[i]->d_key, z, s);
-                        partial[i]->add_to(group.d_value, partial[i]->d_value, z, s);
+                        const Span keys(group.key_span, group, z, s, group.keys);
+                        partial[i]->add_to(group.d_key, partial[i]->d_key, z, s, keys);
+                        partial[i]->add_to(group.d_value, partial[i]->d_value, z, s, keys);
                     }
                 });
         }
@@ -439,7 +477,7 @@ void tiles_backward(const TilesCall& c) {
 LAYOUT(Tile, first_row, rows, blocks, first_column, column_step, columns, is_causal, mask_sequence, mask_block, mask_key,
        mask_has_rows, runs, runs_row, mask, run_start)
 LAYOUT(TileGroup, sequences, subsequences, query_heads, queries, keys, query_head, d_query_head, bias_sequence, output_row_stride,
-       tiles, query, key, value, d_query, d_key, d_value, bias, output_row, tile)
+       tiles, query, key, value, d_query, d_key, d_value, bias, output_row, query_span, key_span, tile)
 LAYOUT(TilesCall, groups, length, channels, value_channels, threads, scale, group, out, top, sum, grad)
 EXPORT(tiles_forward, TilesCall)
 EXPORT(tiles_backward, TilesCall)

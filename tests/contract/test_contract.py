@@ -5,8 +5,8 @@ import torch
 
 import subquad as sq
 from subquad.engines import clustered, hybrid
-from subquad.engines.block_sparse import softmax
 from subquad.ops.kernelized import pytorch
+from subquad.ops.tiles import pytorch as tiles
 from subquad.testing import MechanismContract
 from subquad.testing.contract import Oracle
 from subquad.testing.contract.decoding import feed
@@ -30,7 +30,7 @@ class TestManyPieces(Oracle):
     def many_pieces(self, monkeypatch):
         monkeypatch.setattr(pytorch, "_PIECE_FEATURES", 1)
         monkeypatch.setattr(pytorch, "_MIN_PIECE_ROWS", 1)
-        monkeypatch.setattr(softmax, "_PIECE", 1)
+        monkeypatch.setattr(tiles, "_PIECE", 1)
         monkeypatch.setattr(clustered, "_PIECE", 1)
         monkeypatch.setattr(hybrid, "_PIECE_PAIRS", 1)
         monkeypatch.setattr(hybrid, "_SHORT", 0)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines.block_sparse import softmax
-from subquad.ops import dispatch
-from subquad.ops.tiles import Tile, TileGroup
+from subquad.ops import dispatch, tiles
+from subquad.ops.tiles import Tile, TileGroup, one_tile
 from subquad.testing import assert_close, inputs
 from tests.harness import CASES, every_case
 
@@ -162,16 +161,16 @@ def test_a_set_of_no_keys_beside_one_with_a_small_score(kernel, monkeypatch):
     """PyTorch's fused kernel gives the former a log-sum-exp of 0, as if it had a key with the score 0."""
     body = nullcontext if kernel == "compiled" else dispatch.disabled
     if kernel == "plain":
-        monkeypatch.setattr(softmax, "_has_fused_kernel", lambda query, key: False)
+        monkeypatch.setattr(one_tile, "_has_fused_kernel", lambda query, key: False)
     q, k, v = (torch.ones(1, 1, *n, 4) for n in ((1, 2), (3,), (3,)))
     mask = torch.tensor([[0.0, 0.0, 0.0], [-math.inf] * 3])[None, None]
     bias = torch.full((1, 1, 3), -math.inf)
     low = TileGroup(q, k * -30, v * 7, [Tile(0, 2, 1, 0, 0, 3)])
     with body():
-        masked, _ = softmax.attend([TileGroup(q, k, v, [Tile(0, 2, 1, 0, 0, 3, mask)]), low], 2, 1.0)
-        biased, _ = softmax.attend([TileGroup(q, k, v, [Tile(0, 2, 1, 0, 0, 3)], bias=bias), low], 2, 1.0)
-        causal, _ = softmax.attend([TileGroup(q, k, v, [Tile(0, 2, 1, 0, 0, 2, is_causal=True)], bias=bias), low], 2, 1.0)
-        both, _ = softmax.attend([TileGroup(q, k, v, [Tile(0, 2, 1, 0, 0, 3, mask)], bias=bias), low], 2, 1.0)
+        masked, _ = tiles.attend([TileGroup(q, k, v, [Tile(0, 2, 1, 0, 0, 3, mask)]), low], 2, 1.0)
+        biased, _ = tiles.attend([TileGroup(q, k, v, [Tile(0, 2, 1, 0, 0, 3)], bias=bias), low], 2, 1.0)
+        causal, _ = tiles.attend([TileGroup(q, k, v, [Tile(0, 2, 1, 0, 0, 2, is_causal=True)], bias=bias), low], 2, 1.0)
+        both, _ = tiles.attend([TileGroup(q, k, v, [Tile(0, 2, 1, 0, 0, 3, mask)], bias=bias), low], 2, 1.0)
     assert masked[0, :, 0].tolist() == pytest.approx([1, 7], rel=1e-5)
     assert all(out[0, :, 0].tolist() == pytest.approx([7, 7], rel=1e-5) for out in (biased, causal, both))
 

@@ -8,9 +8,8 @@ import torch
 import subquad as sq
 from subquad import reference
 from subquad.bench.measure import peak_bytes
-from subquad.engines.block_sparse import softmax
-from subquad.ops import dispatch, native_library
-from subquad.ops.tiles import MASKED, Tile, TileGroup
+from subquad.ops import dispatch, native_library, tiles
+from subquad.ops.tiles import MASKED, Tile, TileGroup, one_tile, pytorch
 from tests.harness import Largest, assert_close
 
 MECHANISMS = [
@@ -43,7 +42,7 @@ def results(mechanism, is_causal, length=130):
 def test_the_plain_path_equals_the_fused_one(mechanism, is_causal, monkeypatch):
     with dispatch.disabled():
         fused = results(mechanism, is_causal)
-        monkeypatch.setattr(softmax, "_has_fused_kernel", lambda query, key: False)
+        monkeypatch.setattr(one_tile, "_has_fused_kernel", lambda query, key: False)
         plain = results(mechanism, is_causal)
     for ours, theirs in zip(plain, fused, strict=True):
         assert_close(ours, theirs)
@@ -53,7 +52,7 @@ def test_the_plain_path_equals_the_fused_one(mechanism, is_causal, monkeypatch):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_pieces_equal_the_whole(mechanism, is_causal, monkeypatch):
     whole = results(mechanism, is_causal)
-    monkeypatch.setattr(softmax, "_PIECE", 1)
+    monkeypatch.setattr(pytorch, "_PIECE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with dispatch.disabled():
         pieces = results(mechanism, is_causal)
@@ -66,11 +65,11 @@ def test_a_query_whose_pairs_are_all_masked(kernel, monkeypatch):
     if kernel != "compiled":
         monkeypatch.setattr(native_library, "load", lambda: None)
     if kernel == "plain":
-        monkeypatch.setattr(softmax, "_has_fused_kernel", lambda query, key: False)
+        monkeypatch.setattr(one_tile, "_has_fused_kernel", lambda query, key: False)
     q, k, v = (torch.randn(1, 1, *n, 4, dtype=torch.float64, requires_grad=True) for n in ((1, 3), (5,), (5,)))
     mask = torch.zeros(1, 1, 3, 5, dtype=torch.float64)
     mask[:, :, 1] = MASKED
-    out, empty = softmax.attend([TileGroup(q, k, v, [Tile(0, 3, 1, 0, 0, 5, mask)])], 3, 0.5)
+    out, empty = tiles.attend([TileGroup(q, k, v, [Tile(0, 3, 1, 0, 0, 5, mask)])], 3, 0.5)
     assert empty.tolist() == [[False, True, False]]
     assert (out[0, 1] == 0).all()
     assert (out[0, 0] != 0).all()
@@ -91,7 +90,7 @@ def test_several_queries_may_share_an_output_row(kernel, monkeypatch):
         [Tile(0, 2, 2, 0, 3, 3), Tile(4, 1, 1, 0, 0, 6)],
         torch.tensor([[0, 1, 0, 1, 2]]),
     )
-    out, _ = softmax.attend([split], 2, 1.0)
+    out, _ = tiles.attend([split], 2, 1.0)
     assert_close(out[0], (q[0, 0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0])
 
 
@@ -104,7 +103,7 @@ def test_hooks_reach_the_masks_saved_for_the_backward_pass(kernel, monkeypatch):
     mask = torch.zeros(1, 1, 3, 5)
     kept = weakref.ref(mask)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
-        out, _ = softmax.attend([TileGroup(q, k, v, [Tile(0, 3, 1, 0, 0, 5, mask)])], 3, 0.5)
+        out, _ = tiles.attend([TileGroup(q, k, v, [Tile(0, 3, 1, 0, 0, 5, mask)])], 3, 0.5)
     del mask
     assert kept() is None
     out.sum().backward()

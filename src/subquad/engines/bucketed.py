@@ -1,38 +1,25 @@
 """The bucketed engine: a query sees keys of its own bucket that are near it when all keys are sorted.
 
-In each round every query and every key is in a bucket. Keys are sorted by (bucket, position); the *rank* of a query is the
-number of keys that are sorted before its own (bucket, position). It sees the keys of its bucket
+The operator of `subquad.ops.bucketed` computes a whole sequence; its `rule` says which keys a query sees.
 
-    bidirectional   in the chunk of C sorted keys that contains its rank, and in the chunk before
-    causal          among the C sorted keys before its rank: the last C earlier tokens of the bucket
-
-and, over several rounds, the union of what it sees in each: a pair is masked in all rounds but the first that shows it. A query
-also sees its own key; if queries and keys are the same vectors (`shared`), only if it sees no other. Pads are in no bucket.
-
-B batch, H query heads, K key-value heads, n tokens, D channels, Dv value channels, R rounds, C tokens per chunk, c chunks, p
-pairs of chunks, S keys in a state.
+B batch, H query heads, K key-value heads, n tokens, Dv value channels, R rounds, C tokens per chunk, S keys in a state.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines import dense, token_buffer
-from subquad.engines.block_sparse import softmax
-from subquad.engines.block_sparse.key_sets import Blocks, Tokens
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec, TensorSpec
 from subquad.engines.token_buffer import append_rows, drop_rows, steps
 from subquad.masks import zero_pads
-from subquad.ops import bucketed as compiled
+from subquad.ops import bucketed
 from subquad.ops.bucketed import Rule
-from subquad.ops.dispatch import can_use_compiled
-from subquad.ops.precision import needs_gradient, upcast
-from subquad.ops.tiles import MASKED, Tile, TileGroup
+from subquad.ops.precision import needs_gradient
 from subquad.state import StateTensors, rows
 
 __all__ = ["Rule", "attend", "state_spec"]
@@ -43,17 +30,20 @@ def attend(call: Call, query_bucket: Tensor, key_bucket: Tensor, rule: Rule) -> 
 
     Queries are in the buckets `query_bucket` (B, H, R, n), keys in `key_bucket` (B, K, R, n).
     """
-    if call.key_padding_mask is not None:
-        query, key, value = (zero_pads(x, call.key_padding_mask) for x in (call.query, call.key, call.value))
-        call = replace(call, query=query, key=key, value=value)
     if call.state is not None:
-        return _decode(call, query_bucket, key_bucket, rule)
+        return _decode(_without_pads(call), query_bucket, key_bucket, rule)
     out = _attend_sequence(call, query_bucket, key_bucket, rule)
     if not call.return_state:
         return out, None
     start = torch.zeros(call.key.shape[0], dtype=torch.int64, device=call.key.device)
-    state = _append_tokens({"count": start}, call, key_bucket)
+    state = _append_tokens({"count": start}, _without_pads(call), key_bucket)
     return out, _drop_unseen(state, rule, call.key.shape[2])
+
+
+def _without_pads(call: Call) -> Call:
+    """The call with pads set to 0: a state keeps them until they are dropped."""
+    query, key, value = (zero_pads(x, call.key_padding_mask) for x in (call.query, call.key, call.value))
+    return replace(call, query=query, key=key, value=value)
 
 
 def state_spec(call: Call, rule: Rule) -> StateSpec:
@@ -68,140 +58,12 @@ def state_spec(call: Call, rule: Rule) -> StateSpec:
 
 def _attend_sequence(call: Call, query_bucket: Tensor, key_bucket: Tensor, rule: Rule) -> Tensor:
     """A whole sequence: (B, H, n, Dv)."""
-    query, key, value, mask = call.query, call.key, call.value, call.key_padding_mask
-    if not query.numel():
-        return query[..., :1].expand(*query.shape[:3], value.shape[-1])
+    mask, dtype = call.key_padding_mask, call.query.dtype
     if mask is not None:
         query_bucket, key_bucket = (t.masked_fill(~mask[:, None, None], rule.buckets) for t in (query_bucket, key_bucket))
-    rule = rule._replace(chunk=min(rule.chunk, query.shape[2]))
-    scale = call.softmax_scale
-    if can_use_compiled(query, key, value, query_bucket, key_bucket):
-        return compiled.attend(query, key, value, query_bucket, key_bucket, rule, scale).to(query.dtype)
-    outs, dtype = [], query.dtype
-    query, key, value = upcast(query), upcast(key), upcast(value)  # once, so that the gradients of heads are not added in half
-    for head in range(query.shape[1]):  # one at a time: the masks of all heads would be large
-        kv_head = head // (query.shape[1] // key.shape[1])
-        x = Tokens.of(query[:, head, None], key[:, kv_head, None], value[:, kv_head, None], None)
-        tokens = _SortedTokens.of(query_bucket[:, head].contiguous(), key_bucket[:, kv_head].contiguous(), rule)
-        if rule.shared:
-            out, empty = softmax.attend([tokens.adjacent_chunks(x)], x.length, scale)
-            out = torch.where(empty.unsqueeze(-1), x.value[:, 0], out)
-        else:
-            own_key = Blocks(64, ends=0).tile_groups(x)
-            out, _ = softmax.attend([tokens.chunk_pairs(x), *own_key], x.length, scale)
-        outs.append(out)
-    return zero_pads(torch.stack(outs, dim=1), mask).to(dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class _SortedTokens:
-    """Queries and keys of one head, sorted in every round, padded to whole chunks with token n."""
-
-    rule: Rule
-    queries: Tensor  # (B, R, c C): the token at each place of the sorted order
-    keys: Tensor  # (B, R, c C)
-    rank: Tensor  # (B, R, c C): of the sorted queries
-    query_code: Tensor  # (B, R, n + 1), NaN for pads: a pair is visible if query less key code is between 0 and the reach
-    key_code: Tensor  # (B, R, n + 1)
-
-    @staticmethod
-    def of(query_bucket: Tensor, key_bucket: Tensor, rule: Rule) -> _SortedTokens:
-        """From buckets (B, R, n)."""
-        length = key_bucket.shape[-1]
-        token = torch.arange(length, device=key_bucket.device)
-        by_key, keys = (key_bucket * length + token).sort(-1)
-        by_query, queries = (by_key, keys) if rule.shared else (query_bucket * length + token).sort(-1)
-        rank = token.expand_as(by_query).contiguous() if rule.shared else torch.searchsorted(by_key, by_query)
-        # Codes of different buckets differ by more than any two ranks.
-        spacing = 2 * (length + rule.chunk)
-        dtype = torch.float32 if spacing * (rule.buckets + 1) < 2**23 else torch.float64
-        query_rank, key_rank = rank, token.expand_as(by_key)
-        if not rule.is_causal:
-            query_rank, key_rank = query_rank // rule.chunk, key_rank // rule.chunk
-        query_code = torch.zeros_like(rank).scatter(-1, queries, query_rank - int(rule.is_causal)) + query_bucket * spacing
-        key_code = torch.zeros_like(rank).scatter(-1, keys, key_rank) + key_bucket * spacing
-        query_code, key_code = (
-            F.pad(code.to(dtype).masked_fill(bucket == rule.buckets, torch.nan), (0, 1), value=torch.nan)
-            for code, bucket in ((query_code, query_bucket), (key_code, key_bucket))
-        )
-        missing = -length % rule.chunk
-        queries, keys = (F.pad(t, (0, missing), value=length) for t in (queries, keys))
-        rank = torch.cat([rank, rank[..., -1:].expand(*rank.shape[:-1], missing)], dim=-1)
-        return _SortedTokens(rule, queries, keys, rank, query_code, key_code)
-
-    def adjacent_chunks(self, x: Tokens) -> TileGroup:
-        """Every chunk with itself and the one before, where queries and keys are sorted alike."""
-        chunk, length = self.rule.chunk, self.queries.shape[-1]
-        count = length // chunk
-        token = self.keys.unflatten(-1, (count, chunk))  # (B, R, c, C)
-        tiles = [Tile(0, chunk, 1, 0, 0, chunk, self._mask(x, token[:, :, :1], token[:, :, :1]))]
-        if count > 1:
-            both = torch.cat([token[:, :, :-1], token[:, :, 1:]], dim=-1)  # (B, R, c - 1, 2 C)
-            tiles.append(Tile(chunk, chunk, count - 1, 0, chunk, 2 * chunk, self._mask(x, token[:, :, 1:], both)))
-        return self._tile_group(x, self.queries, self.keys, tiles)
-
-    def chunk_pairs(self, x: Tokens) -> TileGroup:
-        """Chunks of sorted queries with the chunks of sorted keys that they reach: on average at most three per chunk."""
-        chunk = self.rule.chunk
-        reached = self.rank.unflatten(-1, (-1, chunk)) // chunk  # (B, R, c, C)
-        count = reached.shape[2]
-        first, last = reached[..., 0] - 1, reached[..., -1]
-        ends = (last - first + 1).cumsum(-1).contiguous()  # (B, R, c)
-        pair = torch.arange(3 * count, device=reached.device).expand(*ends.shape[:2], -1).contiguous()
-        query_chunk = torch.searchsorted(ends, pair, right=True)  # (B, R, p); c for pairs that are not needed
-        is_used = query_chunk < count
-        query_chunk = query_chunk.clamp(max=count - 1)
-        key_chunk = pair - ends.gather(-1, query_chunk) + last.gather(-1, query_chunk) + 1
-        is_used = is_used & (key_chunk >= 0) & (key_chunk < count)
-        queries, keys = (
-            torch.where(is_used.unsqueeze(-1), _gather_chunks(token, index.clamp(0, count - 1), chunk), x.length)
-            for token, index in ((self.queries, query_chunk), (self.keys, key_chunk))
-        )  # (B, R, p, C)
-        tile = Tile(0, chunk, pair.shape[-1], 0, chunk, chunk, self._mask(x, queries, keys))
-        return self._tile_group(x, queries.flatten(2), keys.flatten(2), [tile])
-
-    def _mask(self, x: Tokens, queries: Tensor, keys: Tensor) -> Tensor:
-        """Tokens (B, R, t, rows) and (B, R, t, columns): what to add to their scores, (B R, t, rows, columns)."""
-        masked = queries.new_full((), MASKED, dtype=x.query.dtype)
-        masks = []
-        for now in range(self.rule.rounds):
-            i, j = queries[:, now], keys[:, now]  # (B, t, rows), (B, t, columns)
-            visible = self._visible(now, i, j)
-            if not self.rule.is_causal:
-                visible &= i.unsqueeze(-1) != j.unsqueeze(-2)
-            for before in range(now):
-                visible &= ~self._visible(before, i, j)
-            masks.append(torch.where(visible, 0.0, masked))
-        return torch.stack(masks, dim=1).flatten(0, 1)
-
-    def _visible(self, now: int, i: Tensor, j: Tensor) -> Tensor:
-        reach = self.rule.chunk - 1 if self.rule.is_causal else 1
-        query, key = (
-            code[:, now].gather(-1, token.flatten(1)).view(token.shape)
-            for code, token in ((self.query_code, i), (self.key_code, j))
-        )
-        return ((query - reach / 2).unsqueeze(-1) - key.unsqueeze(-2)).abs_() <= reach / 2
-
-    def _tile_group(self, x: Tokens, queries: Tensor, keys: Tensor, tiles: list[Tile]) -> TileGroup:
-        """Tiles over the tokens `queries` and `keys` (B, R, m), n for none."""
-        query, key, value = (
-            _gather_rows(t, index.clamp(max=x.length - 1))
-            for t, index in ((x.query[:, 0, 0], queries), (x.key[:, 0], keys), (x.value[:, 0], keys))
-        )
-        return TileGroup(query.unsqueeze(2), key, value, tiles, queries.flatten(1))
-
-
-def _gather_chunks(x: Tensor, index: Tensor, chunk: int) -> Tensor:
-    """The chunks `index` (B, R, p) of x (B, R, c C): (B, R, p, C)."""
-    x = x.unflatten(-1, (-1, chunk))
-    return x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, chunk))
-
-
-def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """The rows `index` (B, R, m) of x (B, n, W): (B, R, m, W)."""
-    batch, length, width = x.shape
-    offset = torch.arange(batch, device=x.device)[:, None, None] * length
-    return x.reshape(-1, width).index_select(0, (index + offset).flatten()).view(*index.shape, width)
+    together = torch.promote_types(dtype, call.key.dtype)  # a mechanism may compute its keys in a higher precision
+    query, key, value = (x.to(together) for x in (call.query, call.key, call.value))
+    return bucketed.attend(query, key, value, query_bucket, key_bucket, rule, call.softmax_scale).to(dtype)
 
 
 def _decode(call: Call, query_bucket: Tensor, key_bucket: Tensor, rule: Rule) -> tuple[Tensor, StateTensors]:

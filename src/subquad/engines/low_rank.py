@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from subquad.engines import dense
-from subquad.engines.block_sparse import softmax
-from subquad.engines.block_sparse.key_sets import Tokens
 from subquad.masks import real_first, take_tokens
-from subquad.ops import dispatch
+from subquad.ops import dispatch, tiles
 from subquad.ops.double_backward import forbid_double_backward
+from subquad.ops.sparse.tokens import Tokens
 
 _LARGE = 2**20  # numbers in the queries or keys from which the compiled kernel is faster than PyTorch's
 
@@ -26,7 +25,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     if dispatch.can_use_compiled(query, key, value, mask) and min(sizes) > 0 and max(sizes) >= _LARGE:
         x = Tokens.of(query, key, value, mask)
         all_pairs = x.tile_group_with(x.key, x.value, bias=x.bias)
-        out, _ = softmax.attend([all_pairs], x.length, query.shape[-1] ** -0.5 if scale is None else scale)
+        out, _ = tiles.attend([all_pairs], x.length, query.shape[-1] ** -0.5 if scale is None else scale)
         return out.unflatten(0, query.shape[:2])
     return dense.attend_masked(query, key, value, None if mask is None else mask[:, None, None, :], scale)
 

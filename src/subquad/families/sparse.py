@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from subquad.engines import block_sparse
@@ -51,18 +49,6 @@ def halves(heads: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first half of the heads, rounded up, and the second."""
     half = (heads + 1) // 2
     return tuple(range(half)), tuple(range(half, heads))
-
-
-def real_lengths(call: Call) -> Tensor:
-    """The number of real tokens in each row: (B,), or (1,) without a padding mask."""
-    if call.key_padding_mask is None:
-        return torch.full((1,), call.key.shape[2], device=call.key.device)
-    return call.key_padding_mask.sum(1)
-
-
-def default_stride(length: int) -> int:
-    """The square root of the length, rounded."""
-    return max(1, round(math.sqrt(length)))
 
 
 def without_stride(info: Info) -> Mapping[str, str]:

@@ -17,20 +17,22 @@ needed again: the state, which holds the window, the global tokens and the rando
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from subquad.engines.block_sparse import GlobalTokens, Layout
-from subquad.engines.block_sparse.key_sets import Blocks, KeySet, SelectedBlocks
+from subquad.engines.block_sparse import Layout
 from subquad.engines.call import Call
 from subquad.engines.state_spec import is_readable
 from subquad.families.base import Info, Sizes
-from subquad.families.random_blocks import draw_blocks, head_keys, reservoir_samples, reservoir_samples_at
-from subquad.families.sparse import SparseMechanism, real_lengths, refuses
+from subquad.families.sparse import SparseMechanism, refuses
+from subquad.ops.sparse.global_tokens import EndBlocks
+from subquad.ops.sparse.key_sets import Blocks, KeySet
+from subquad.ops.sparse.random_blocks import RandomBlocks
+from subquad.ops.sparse.random_draw import head_keys, reservoir_samples, reservoir_samples_at
 
 Mode = Literal["itc", "etc"]
 MODES: tuple[Mode, ...] = ("itc", "etc")
@@ -113,13 +115,15 @@ class BigBird(SparseMechanism):
         first, last = self._global_blocks(call.is_causal)
         side = self.window // 2
         sets: list[KeySet] = [Blocks(self.block, side, 0 if call.is_causal else side, call.is_causal)]
-        if self.random and call.seen + call.key.shape[2] > self.block:  # more than one block
-            sets.append(self._random_blocks(call, first, last, side))
+        if self.random:
+            select = self._select(call, first, side) if call.is_causal else None
+            sets.append(RandomBlocks(self.block, self.random, side, first, last, call.is_causal, select))
         return Layout(
             head_groups=((None, tuple(sets)),),
-            global_tokens=self._global_tokens(call, first, last) if first + last else None,
+            global_rule=EndBlocks(self.block, first, last),
             first_global=first * self.block,
             extra=(call.weights["global_key"], call.weights["global_value"]) if self.mode == "etc" else None,
+            draw=call.weights["draw"],
         )
 
     def _global_blocks(self, is_causal: bool) -> tuple[int, int]:
@@ -128,38 +132,18 @@ class BigBird(SparseMechanism):
             return 0, 0
         return (self.globals + 1) // 2, 0 if is_causal else self.globals // 2
 
-    def _global_tokens(self, call: Call, first: int, last: int) -> GlobalTokens:
-        """The tokens of the first and the last blocks of each row, by their position among its real tokens."""
-        size, lengths = min(self.block, call.key.shape[2]), real_lengths(call)[:, None]
-        blocks = (lengths + size - 1) // max(size, 1)  # (B or 1, 1)
-        first, last = (min(n, -(-call.key.shape[2] // max(size, 1))) for n in (first, last))
-        within = torch.arange(size, device=lengths.device)
-        front = torch.arange(first, device=lengths.device).expand(lengths.shape[0], -1)
-        back = blocks - 1 - torch.arange(last, device=lengths.device)
-        back = torch.where(back >= first, back, blocks)  # blocks that are global already become one that does not exist
-        index = (torch.cat([front, back], dim=1)[:, :, None] * size + within).flatten(1)
-        exists = index < lengths
-        return GlobalTokens(torch.where(exists, index, 0), exists)
+    def _select(self, call: Call, first: int, side: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """For decoding: the random blocks of blocks of queries and heads, which broadcast."""
+        keys, total = call.weights["draw"], -(-(call.seen + call.key.shape[2]) // self.block)
+        count = min(self.random, total)
 
-    def _random_blocks(self, call: Call, first: int, last: int, side: int) -> SelectedBlocks:
-        keys = call.weights["draw"]
-        total = -(-(call.seen + call.key.shape[2]) // self.block)
-        block = torch.arange(-(-call.key.shape[2] // self.block), device=keys.device)
-        heads = torch.arange(call.query.shape[1], device=keys.device)[:, None]
-        if call.is_causal:
-            count, is_decoding = min(self.random, total), call.state is not None and is_readable(keys)
-            samples = None if is_decoding else reservoir_samples(keys, count, total)  # (H, total + 1, r)
+        def select(block: Tensor, heads: Tensor) -> Tensor:
+            number = (block - side - first).clamp(0, total)  # of blocks to draw from
+            if is_readable(keys):
+                numbers, place = number.unique(return_inverse=True)
+                sample = reservoir_samples_at(keys, count, numbers)[heads, place]
+            else:
+                sample = reservoir_samples(keys, count, total)[heads, number]
+            return torch.where(sample < 0, -1, sample + first)
 
-            def select(block: Tensor, heads: Tensor) -> Tensor:
-                number = (block - side - first).clamp(0, total)  # of blocks to draw from
-                if samples is None:
-                    numbers, place = number.unique(return_inverse=True)
-                    sample = reservoir_samples_at(keys, count, numbers)[heads, place]
-                else:
-                    sample = samples[heads, number]
-                return torch.where(sample < 0, -1, sample + first)
-
-            return SelectedBlocks(self.block, self.random, side, select(block, heads)[None], select)
-        blocks = (real_lengths(call)[:, None, None] + self.block - 1) // self.block  # (B or 1, 1, 1)
-        index = draw_blocks(keys[heads], block, blocks, self.random, first=first, last=last, side=side, most=total)
-        return SelectedBlocks(self.block, self.random, side, index, lambda block, heads: index)
+        return select

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from subquad.engines.block_sparse import Layout
-from subquad.engines.block_sparse.key_sets import Window
 from subquad.engines.call import Call
 from subquad.families.base import Info
 from subquad.families.sparse import SparseMechanism, refuses
+from subquad.ops.sparse.key_sets import Window
 
 INFO = Info(
     name="local",

@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.engines.block_sparse import GlobalTokens, Layout
-from subquad.engines.block_sparse.key_sets import Window
+from subquad.engines.block_sparse import Layout
 from subquad.engines.call import Call
 from subquad.errors import InputError, OptionError
 from subquad.families.base import Info, Sizes
-from subquad.families.sparse import SparseMechanism, real_lengths, refuses
+from subquad.families.sparse import SparseMechanism, refuses
+from subquad.ops.sparse.global_tokens import FirstTokens
+from subquad.ops.sparse.key_sets import Window
 
 INFO = Info(
     name="longformer",
@@ -49,8 +50,7 @@ class Longformer(SparseMechanism):
     Args:
         window: how many steps a query looks to each side; when causal, to the left only.
         dilation: the number of tokens in a step, for all heads or as a tuple with one number per head.
-        num_global: how many of the first real tokens are global, unless a call passes a `global_mask`. (The number of tokens in
-            a mask depends on data, which breaks the graph of torch.compile.)
+        num_global: how many of the first real tokens are global, unless a call passes a `global_mask`.
         global_projections: use separate learned projections for the rows of global tokens: for their queries, and for the keys
             and values that they attend to. They project the tokens themselves, so the module needs their width, `dim`. Rotary
             positions are not applied to these rows.
@@ -118,7 +118,7 @@ class Longformer(SparseMechanism):
             )
         return Layout(
             head_groups=tuple((heads, (self._window(dilation, call),)) for heads, dilation in self._head_groups(call)),
-            global_tokens=self._global_tokens(call),
+            global_rule=FirstTokens(self.num_global),
             first_global=self.num_global,
             global_rows=self._global_rows(call) if self.global_projections else None,
         )
@@ -141,13 +141,6 @@ class Longformer(SparseMechanism):
         if len(distinct) == 1:
             return [(None, distinct[0])]
         return [(tuple(head for head, d in enumerate(self.dilation) if d == dilation), dilation) for dilation in distinct]
-
-    def _global_tokens(self, call: Call) -> GlobalTokens | None:
-        """The first tokens of each row."""
-        if call.global_mask is not None or not self.num_global or not call.key.shape[2]:
-            return None
-        index = torch.arange(min(self.num_global, call.key.shape[2]), device=call.key.device)[None]
-        return GlobalTokens(index, index < real_lengths(call)[:, None])
 
     def _global_rows(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by the separate projections."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from subquad.engines.block_sparse import Layout
-from subquad.engines.block_sparse.key_sets import Window
-from subquad.engines.block_sparse.segments import Segments
 from subquad.engines.call import Call
 from subquad.families.base import Info
 from subquad.families.sparse import SparseMechanism, refuses
+from subquad.ops.sparse.key_sets import Window
+from subquad.ops.sparse.segment_means import SegmentMeans
 
 INFO = Info(
     name="pooled",
@@ -52,5 +52,5 @@ class Pooled(SparseMechanism):
 
     def layout(self, call: Call) -> Layout:
         window = Window(self.window, 0 if call.is_causal else self.window)
-        segments = Segments(self.stride, call.is_causal)
+        segments = SegmentMeans(self.stride, call.is_causal)
         return Layout(head_groups=((None, (window, segments)),))

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from subquad.engines.block_sparse import Layout
-from subquad.engines.block_sparse.key_sets import BlockEnds, Blocks
 from subquad.engines.call import Call
 from subquad.families.base import Info
-from subquad.families.sparse import HEADS, Heads, SparseMechanism, default_stride, halves, refuses, without_stride
+from subquad.families.sparse import HEADS, Heads, SparseMechanism, halves, refuses, without_stride
+from subquad.ops.sparse.key_sets import ROOT, BlockEnds, Blocks, square_root
 
 INFO = Info(
     name="sparse_fixed",
@@ -61,11 +61,10 @@ class SparseFixed(SparseMechanism):
         return self.info.refuses if self.stride is not None else without_stride(self.info)
 
     def for_length(self, length: int) -> SparseFixed:
-        return self if self.stride is not None else replace(self, stride=default_stride(length))
+        return self if self.stride is not None else replace(self, stride=square_root(length))
 
     def layout(self, call: Call) -> Layout:
-        stride = self.stride or default_stride(call.key.shape[2])
-        count = min(self.summary, stride)
+        stride, count = self.stride or ROOT, self.summary
         own, ends = Blocks(stride, is_causal=call.is_causal), BlockEnds(stride, count, call.is_causal)
         if self.heads == "merged":
             return Layout(head_groups=((None, (own, ends)),))

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from subquad.engines.block_sparse import Layout
-from subquad.engines.block_sparse.key_sets import Window
 from subquad.engines.call import Call
 from subquad.families.base import Info
-from subquad.families.sparse import HEADS, Heads, SparseMechanism, default_stride, halves, refuses, without_stride
+from subquad.families.sparse import HEADS, Heads, SparseMechanism, halves, refuses, without_stride
+from subquad.ops.sparse.key_sets import BELOW_ROOT, ROOT, Window, square_root
 
 INFO = Info(
     name="sparse_strided",
@@ -55,13 +55,12 @@ class SparseStrided(SparseMechanism):
         return self.info.refuses if self.stride is not None else without_stride(self.info)
 
     def for_length(self, length: int) -> SparseStrided:
-        return self if self.stride is not None else replace(self, stride=default_stride(length))
+        return self if self.stride is not None else replace(self, stride=square_root(length))
 
     def layout(self, call: Call) -> Layout:
-        stride = self.stride or default_stride(call.key.shape[2])
-        after = 0 if call.is_causal else None
-        strided = Window(None, after, dilation=stride)
-        near = Window(stride - 1, 0 if call.is_causal else stride - 1, without_self=self.heads == "merged")
+        side = BELOW_ROOT if self.stride is None else self.stride - 1
+        strided = Window(None, 0 if call.is_causal else None, dilation=self.stride or ROOT)
+        near = Window(side, 0 if call.is_causal else side, without_self=self.heads == "merged")
         if self.heads == "merged":
             return Layout(head_groups=((None, (near, strided)),))
         first, second = halves(call.query.shape[1])

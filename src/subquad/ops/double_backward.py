@@ -10,6 +10,11 @@ from torch import Tensor
 
 from subquad.errors import UnsupportedError
 
+FIRST_DERIVATIVES_ONLY = (
+    "this mechanism has first derivatives only; got a request for second derivatives (create_graph=True, then a gradient of "
+    "the gradient). Use a kernelized mechanism, which has them."
+)
+
 
 def recomputed_gradients(
     forward: Callable[[], Tensor], inputs: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
@@ -67,7 +72,4 @@ class _ForbidDoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        raise UnsupportedError(
-            "this mechanism has first derivatives only; got a request for second derivatives (create_graph=True, then a "
-            "gradient of the gradient). Use a kernelized mechanism, which has them."
-        )
+        raise UnsupportedError(FIRST_DERIVATIVES_ONLY)
