@@ -19,7 +19,7 @@ from subquad.errors import InputError
 from subquad.families.base import Mechanism
 from subquad.registry import require
 from subquad.rotary import cos_sin, positions, rotate_by
-from subquad.state import State, derived, is_checked
+from subquad.state import State, is_checked, renamed
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +164,7 @@ class Attention(nn.Module):
         out, new = out if return_state else (out, None)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))  # (B, N, dim)
         if after is not None and new is not None:
-            new = derived(new, method=self._method, tensors={**new.tensors, "position": after})
+            new = renamed(new, self._method, {**new.tensors, "position": after})
         return (out, new) if return_state else out
 
     def read(self, source: Tensor, key_padding_mask: Tensor | None = None) -> Source:
@@ -208,7 +208,7 @@ class Attention(nn.Module):
             state_spec.check(replace(state, tensors=own), {"position": TensorSpec((), torch.int64, range=(0, state.length))})
         assert isinstance(start, Tensor)
         tensors = {name: tensor for name, tensor in state.tensors.items() if name != "position"}
-        return derived(state, method=described(self.mechanism.method, self.scale), tensors=tensors), start
+        return renamed(state, described(self.mechanism.method, self.scale), tensors), start
 
     def extra_repr(self) -> str:
         return f"rotary={self.rotary}, dropout={self.dropout}, scale={self.scale}"

@@ -57,6 +57,11 @@ def recorded() -> Iterator[list[Choice]]:
         _record = before
 
 
+def is_recording() -> bool:
+    """Whether `recorded` lists the choices that are made."""
+    return _record is not None
+
+
 def has_kernels() -> bool:
     """Whether there are compiled kernels for this processor, and they are turned on."""
     return _is_enabled and not native_library.why_missing()
