@@ -276,6 +276,8 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
         length=call.seen + call.key.shape[2],
         tensors=tensors,
     )
+    if call.state is not None and not call.key.shape[2]:
+        state = state.clone()  # engines that had nothing to add return the tensors of the old state
     return out, checked(state)
 
 

@@ -204,7 +204,7 @@ class State:
             )
         state = cls(**saved)
         require_plausible(state)
-        return state._map(Tensor.resolve_neg)
+        return state._map(lambda tensor: tensor.resolve_neg().clone())  # a donated state must not overwrite what was saved
 
     def _map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> State:
         require_usable(self)

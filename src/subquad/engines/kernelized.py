@@ -48,7 +48,10 @@ def attend(call: Call, rule: KernelizedRule) -> tuple[Tensor, StateTensors | Non
         records = needs_gradient(*inputs[:3], *rule.feature_map.weights)
         if records and rule.feature_map.projection is not None:
             inputs, rule = _project(inputs, rule)
-        out, sums = operator.attend(inputs, rule, sums, return_sums=call.return_state, needs_gradient=records)
+        if call.is_donated_step and not needs_gradient(*sums.values()):
+            out = step.update(inputs, rule, sums)
+        else:
+            out, sums = operator.attend(inputs, rule, sums, return_sums=call.return_state, needs_gradient=records)
     else:
         out, _ = pytorch.attend(inputs, rule, sums)
     return out.to(call.query.dtype), {**sums} if call.return_state else None
