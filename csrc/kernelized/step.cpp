@@ -15,14 +15,14 @@
 namespace subquad {
 
 template <class T>
-struct Step {
+struct SumsStep {
     const Call call;  // without the tensors of a token
     const Problem<T> problem;
-    explicit Step(const Call& given) : call(given), problem(call) {}
+    explicit SumsStep(const Call& given) : call(given), problem(call) {}
 };
 
 // The tensors of one token; what is not there is null.
-struct Token {
+struct StepToken {
     const void *query, *key, *value;
     void* out;
     const void *sums_in, *level_in, *count_in;
@@ -46,7 +46,7 @@ struct StepScratch {
 
 // The features of the key relative to the new level; writes that level, and by how much the sums decay.
 template <class T>
-void map_key(const Problem<T>& p, StepScratch<T>& s, const Token& t, Index b, Index h) {
+void map_key(const Problem<T>& p, StepScratch<T>& s, const StepToken& t, Index b, Index h) {
     T exponent = 0;
     const Rows<T> x = fetch(s.x, at(p.call.key, t.key), b, h, 0, 1);
     map_features<T>(p, s.key_phi, x, 1, h, false, &exponent);
@@ -83,7 +83,7 @@ void update_and_read(const Problem<T>& p, StepScratch<T>& s, const T* value, con
 }
 
 template <class T>
-void step_head(const Problem<T>& p, StepScratch<T>& s, const Token& t, Index b, Index h, T count) {
+void step_head(const Problem<T>& p, StepScratch<T>& s, const StepToken& t, Index b, Index h, T count) {
     map_key(p, s, t, b, h);
     for (Index g = 0; g < p.groups; ++g) {
         const Rows<T> x = fetch(s.x, at(p.call.query, t.query), b, h * p.groups + g, 0, 1);
@@ -104,7 +104,7 @@ void step_head(const Problem<T>& p, StepScratch<T>& s, const Token& t, Index b, 
 }
 
 template <class T>
-void step(const Step<T>& prepared, const Token& t) {
+void step(const SumsStep<T>& prepared, const StepToken& t) {
     const Problem<T>& p = prepared.problem;
     const Index batch = p.call.batch, heads = p.call.kv_heads;
     std::vector<T> counts(t.count_in ? batch : 0);
@@ -128,7 +128,7 @@ void step(const Step<T>& prepared, const Token& t) {
 template <class T>
 void* prepare_step(const Call* call) noexcept {
     try {
-        return new Step<T>(*call);
+        return new SumsStep<T>(*call);
     } catch (...) {
         return nullptr;  // too little memory
     }
@@ -138,12 +138,12 @@ void* prepare_step(const Call* call) noexcept {
 
 #define EXPORT_STEP(dtype, T) \
     extern "C" void* subquad_prepare_step_##dtype(const subquad::Call* call) { return subquad::prepare_step<T>(call); } \
-    extern "C" void subquad_release_step_##dtype(void* step) { delete static_cast<subquad::Step<T>*>(step); } \
+    extern "C" void subquad_release_step_##dtype(void* step) { delete static_cast<subquad::SumsStep<T>*>(step); } \
     extern "C" int32_t subquad_step_##dtype(const void* step, const void* query, const void* key, const void* value, void* out, \
                                             const void* sums_in, const void* level_in, const void* count_in, void* sums_out, \
                                             void* level_out, void* count_out) { \
-        const subquad::Token token{query, key, value, out, sums_in, level_in, count_in, sums_out, level_out, count_out}; \
-        return subquad::result_of([&] { subquad::step(*static_cast<const subquad::Step<T>*>(step), token); }); \
+        const subquad::StepToken token{query, key, value, out, sums_in, level_in, count_in, sums_out, level_out, count_out}; \
+        return subquad::result_of([&] { subquad::step(*static_cast<const subquad::SumsStep<T>*>(step), token); }); \
     }
 
 EXPORT_STEP(float32, float)

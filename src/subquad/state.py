@@ -52,6 +52,20 @@ class GrowingTensor:
         return grown
 
 
+    def extended(self) -> GrowingTensor:
+        """These rows and one more, not initialised, for a caller who writes it at once; autograd must not be recording."""
+        grown = GrowingTensor.__new__(GrowingTensor)
+        grown.length = self.length + 1
+        fits = self._buffer.claim(self.length, grown.length)
+        grown._buffer = self._buffer if fits else _Buffer.copy(self.rows, grown.length)
+        return grown
+
+    @property
+    def buffer(self) -> Tensor:
+        """The rows, and the room for more behind them."""
+        return self._buffer.rows
+
+
 class _Buffer:
     """Rows, of which the first are in use."""
 

@@ -29,7 +29,7 @@ from subquad.engines.block_sparse.key_sets import Blocks, KeySet, SelectedBlocks
 from subquad.engines.call import Call
 from subquad.engines.state_spec import is_readable
 from subquad.families.base import Info, Sizes
-from subquad.families.random_blocks import draw_blocks, head_keys, reservoir_samples, reservoir_samples_at
+from subquad.families.random_blocks import draw_blocks, head_keys, reservoir_samples, running_samples
 from subquad.families.sparse import SparseMechanism, real_lengths, refuses
 
 Mode = Literal["itc", "etc"]
@@ -109,6 +109,10 @@ class BigBird(SparseMechanism):
     def without_values(self) -> BigBird:
         return replace(self, mode="itc", globals=0) if self.mode == "etc" else self
 
+    @property
+    def layout_period(self) -> int:
+        return self.block
+
     def layout(self, call: Call) -> Layout:
         first, last = self._global_blocks(call.is_causal)
         side = self.window // 2
@@ -154,7 +158,7 @@ class BigBird(SparseMechanism):
                 number = (block - side - first).clamp(0, total)  # of blocks to draw from
                 if samples is None:
                     numbers, place = number.unique(return_inverse=True)
-                    sample = reservoir_samples_at(keys, count, numbers)[heads, place]
+                    sample = running_samples(tuple(keys.tolist()), count).at(numbers)[heads, place]
                 else:
                     sample = samples[heads, number]
                 return torch.where(sample < 0, -1, sample + first)
