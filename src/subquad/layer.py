@@ -18,7 +18,7 @@ from subquad.engines.state_spec import TensorSpec
 from subquad.errors import InputError
 from subquad.families.base import Mechanism
 from subquad.registry import require
-from subquad.rotary import cos_sin, positions, rotate_by
+from subquad.rotary import Rotation, cos_sin, positions, rotate_by
 from subquad.state import State, is_checked, renamed
 
 
@@ -116,10 +116,12 @@ class Attention(nn.Module):
         state: State | None = None,
         return_state: bool = False,
         global_mask: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Any:
         """Attend from x (B, N, dim) to itself or to a `source`: a tensor (B, M, source_dim), or a `Source` from `read`.
 
-        The other arguments and the result are those of `attention`; `key_padding_mask` belongs to the source.
+        The other arguments and the result are those of `attention`; `key_padding_mask` belongs to the source. `rotation`: the
+        rotary positions of the tokens, from a model that computes them once for all layers; None: this layer computes them.
         """
         checks.tokens("x", x, self.q_proj.in_features, self.q_proj.weight)
         if source is None:
@@ -141,10 +143,12 @@ class Attention(nn.Module):
         after = None
         if self.rotary is not None:
             state, start = self._take_position(state, x)
-            position, after = positions(start, x.shape[1], key_padding_mask)
-            cos, sin = cos_sin(q, position, self.rotary)
-            rotated = rotate_by(q, cos, sin)
-            q, k = rotated, rotated if k is q else rotate_by(k, cos, sin)
+            if rotation is None:
+                position, after = positions(start, x.shape[1], key_padding_mask)
+                rotation = Rotation(*cos_sin(q, position, self.rotary), after)
+            rotated = rotate_by(q, rotation.cos, rotation.sin)
+            q, k = rotated, rotated if k is q else rotate_by(k, rotation.cos, rotation.sin)
+            after = rotation.after
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(q.dtype)  # under autocast the queries differ in precision from the layer
         out = self.mechanism(
