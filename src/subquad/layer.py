@@ -97,6 +97,7 @@ class Attention(nn.Module):
         checks.flag("bias", bias)
         self.dropout = dropout
         self.rotary = None if rotary is None else float(rotary)
+        self._suffix = f" with rotary={self.rotary}"  # text, because a traced call may take numbers for symbols
         self.scale = scale
         sizes = self.mechanism.sizes
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
@@ -198,7 +199,7 @@ class Attention(nn.Module):
 
     @property
     def _method(self) -> str:
-        return f"{described(self.mechanism.method, self.scale)} with rotary={self.rotary}"
+        return described(self.mechanism.method, self.scale) + self._suffix
 
     def _take_position(self, state: State | None, x: Tensor) -> tuple[State | None, Tensor]:
         """The state of the mechanism without the position, and the position (B,) of the next token of each row."""
