@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from subquad import checks
-from subquad.engines import state_spec
+from subquad.engines import state_spec, step
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec
+from subquad.engines.step import PreparedStep
 from subquad.errors import InputError, OptionError, UnsupportedError
 from subquad.families.base import Mechanism, Sizes
 from subquad.families.recomputation import BufferHistory, is_recomputing
 from subquad.ops.precision import all_finite, needs_gradient
 from subquad.registry import require, resolve
-from subquad.state import State, checked, is_checked
+from subquad.state import State, checked, is_checked, is_donated, take_memory
 
 
 def attention(
@@ -57,7 +58,8 @@ def attention(
         scale: replaces the mechanism's own factor on q . k.
         enable_gqa: allow fewer key-value heads than query heads.
         dropout_p: probability of dropping an attention weight.
-        state: what an earlier causal call returned; this call continues from it and does not change it.
+        state: what an earlier causal call returned; this call continues from it and does not change it, unless it is
+            `state.donate()`, whose memory the call may overwrite.
         return_state: return `(output, state)`.
         global_mask: (B, M) bool, for mechanisms with global tokens: True for tokens that attend to all, and all to them.
 
@@ -69,6 +71,11 @@ def attention(
         SubquadError: the inputs do not fit together, or the mechanism does not support what is asked for.
     """
     mechanism = resolve(method)
+    if (prepared := step.find(state)) is not None and state is not None:
+        is_plain = is_causal is True and return_state is True and key_padding_mask is None and attn_mask is None
+        is_plain = is_plain and global_mask is None and type(dropout_p) is float and dropout_p == 0
+        if is_plain and prepared.takes(mechanism, query, key, value, scale, None, enable_gqa=enable_gqa):
+            return prepared.run(state, query, key, value)
     checks.flag("enable_gqa", enable_gqa)
     checks.tensors(query, key, value, enable_gqa=enable_gqa)
     weights: dict[str, Tensor] = {}
@@ -133,6 +140,10 @@ class MechanismModule(nn.Module):
 
         `hidden` (B, M, dim): the hidden states that the keys were projected from, for mechanisms that use them.
         """
+        if hidden is None and (prepared := step.find(options.get("state"))) is not None and _is_plain_step(options):
+            weights = {**(self._lender or self)._parameters, **self._buffers}
+            if prepared.takes(self.method, query, key, value, options.get("scale"), weights):  # type: ignore[arg-type]
+                return prepared.run(options["state"], query, key, value)
         checks.options(options)
         checks.tensors(query, key, value, enable_gqa=True)
         sizes, name = self.sizes, self.method.info.name
@@ -204,6 +215,19 @@ class MechanismModule(nn.Module):
 Mechanism.module_class = MechanismModule
 
 
+def _is_plain_step(options: dict[str, Any]) -> bool:
+    """Whether a module was called with `state`, `is_causal` and `return_state`, and otherwise with what changes nothing."""
+    if options.get("is_causal") is not True or options.get("return_state") is not True:
+        return False
+    dropout_p = options.get("dropout_p", 0.0)
+    masks = ("key_padding_mask", "attn_mask", "global_mask")
+    is_known = len(options) == sum(name in options for name in (*masks, *_STEP_OPTIONS))
+    return is_known and type(dropout_p) is float and dropout_p == 0 and all(options.get(name) is None for name in masks)
+
+
+_STEP_OPTIONS = ("state", "is_causal", "return_state", "scale", "dropout_p")
+
+
 def _take_seed(module: MechanismModule, _: object) -> None:
     module.take_seed()
 
@@ -227,6 +251,9 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
         checks.state(call.state, method, call.key, call.value)
         if not is_checked(call.state):
             _check_tensors(call.state, mechanism.state_spec(call))
+        if step.is_step(call) and (body := mechanism.step(call)) is not None:
+            prepared = PreparedStep(body, mechanism, call, is_functional="functional" in needs)
+            return prepared.run(call.state, call.query, call.key, call.value)
     # A function has no learned weights, and torch.compile sees a constant there.
     spoiled = _spoiled_pads(call, () if "functional" in needs else call.weights.values())
     if spoiled is not None:
@@ -235,6 +262,8 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
         out, tensors = mechanism.run(call)
     if spoiled is not None and "cross" not in mechanism.refuses:  # they may be real queries, of another sequence
         out = out.masked_fill(spoiled, math.nan)
+    if call.state is not None and is_donated(call.state):
+        take_memory(call.state)
     if not call.return_state:
         return out
     assert tensors is not None
@@ -247,6 +276,8 @@ def _run(mechanism: Mechanism, call: Call, *needs: str) -> Any:
         length=call.seen + call.key.shape[2],
         tensors=tensors,
     )
+    if call.state is not None and not call.key.shape[2]:
+        state = state.clone()  # engines that had nothing to add return the tensors of the old state
     return out, checked(state)
 
 
@@ -317,7 +348,7 @@ def _constant(size: int) -> int:
 
 def described(mechanism: Mechanism, scale: float | None) -> str:
     """What a state belongs to: another mechanism, seed or scale may not continue it."""
-    return repr(mechanism) if scale is None else f"{mechanism!r} with scale={scale}"
+    return mechanism.description if scale is None else f"{mechanism.description} with scale={scale}"
 
 
 # As torch.compiler.assume_constant_result does, without its import of the compiler: traced calls take the result as a constant.

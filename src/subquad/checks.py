@@ -11,7 +11,7 @@ from torch import Tensor
 from subquad.engines.call import Call
 from subquad.errors import InputError, StateError, closest, shown, shown_text
 from subquad.families.base import LARGEST, SMALLEST, Mechanism, is_finite
-from subquad.state import State, is_checked, require_plausible
+from subquad.state import State, is_checked, require_plausible, require_usable
 
 _OPTIONS = tuple(f.name for f in fields(Call) if f.name not in ("query", "key", "value", "weights", "hidden"))
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -202,6 +202,7 @@ def plausible_state(state: State) -> None:
     """Whether `state` is one at all."""
     if not isinstance(state, State):
         raise StateError(f"state must be a State that an earlier call returned, or None; got {type(state).__name__}.")
+    require_usable(state)
     if not is_checked(state):
         require_plausible(state)
 

@@ -18,8 +18,8 @@ from subquad.engines.state_spec import TensorSpec
 from subquad.errors import InputError
 from subquad.families.base import Mechanism
 from subquad.registry import require
-from subquad.rotary import cos_sin, positions, rotate_by
-from subquad.state import State, derived, is_checked
+from subquad.rotary import Rotation, cos_sin, positions, rotate_by
+from subquad.state import State, is_checked, renamed
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +97,7 @@ class Attention(nn.Module):
         checks.flag("bias", bias)
         self.dropout = dropout
         self.rotary = None if rotary is None else float(rotary)
+        self._suffix = f" with rotary={self.rotary}"  # text, because a traced call may take numbers for symbols
         self.scale = scale
         sizes = self.mechanism.sizes
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=bias)
@@ -116,10 +117,12 @@ class Attention(nn.Module):
         state: State | None = None,
         return_state: bool = False,
         global_mask: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Any:
         """Attend from x (B, N, dim) to itself or to a `source`: a tensor (B, M, source_dim), or a `Source` from `read`.
 
-        The other arguments and the result are those of `attention`; `key_padding_mask` belongs to the source.
+        The other arguments and the result are those of `attention`; `key_padding_mask` belongs to the source. `rotation`: the
+        rotary positions of the tokens, from a model that computes them once for all layers; None: this layer computes them.
         """
         checks.tokens("x", x, self.q_proj.in_features, self.q_proj.weight)
         if source is None:
@@ -141,10 +144,12 @@ class Attention(nn.Module):
         after = None
         if self.rotary is not None:
             state, start = self._take_position(state, x)
-            position, after = positions(start, x.shape[1], key_padding_mask)
-            cos, sin = cos_sin(q, position, self.rotary)
-            rotated = rotate_by(q, cos, sin)
-            q, k = rotated, rotated if k is q else rotate_by(k, cos, sin)
+            if rotation is None:
+                position, after = positions(start, x.shape[1], key_padding_mask)
+                rotation = Rotation(*cos_sin(q, position, self.rotary), after)
+            rotated = rotate_by(q, rotation.cos, rotation.sin)
+            q, k = rotated, rotated if k is q else rotate_by(k, rotation.cos, rotation.sin)
+            after = rotation.after
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(q.dtype)  # under autocast the queries differ in precision from the layer
         out = self.mechanism(
@@ -164,7 +169,7 @@ class Attention(nn.Module):
         out, new = out if return_state else (out, None)
         out = self.out_proj(out.transpose(1, 2).flatten(-2))  # (B, N, dim)
         if after is not None and new is not None:
-            new = derived(new, method=self._method, tensors={**new.tensors, "position": after})
+            new = renamed(new, self._method, {**new.tensors, "position": after})
         return (out, new) if return_state else out
 
     def read(self, source: Tensor, key_padding_mask: Tensor | None = None) -> Source:
@@ -194,7 +199,7 @@ class Attention(nn.Module):
 
     @property
     def _method(self) -> str:
-        return f"{described(self.mechanism.method, self.scale)} with rotary={self.rotary}"
+        return described(self.mechanism.method, self.scale) + self._suffix
 
     def _take_position(self, state: State | None, x: Tensor) -> tuple[State | None, Tensor]:
         """The state of the mechanism without the position, and the position (B,) of the next token of each row."""
@@ -208,7 +213,7 @@ class Attention(nn.Module):
             state_spec.check(replace(state, tensors=own), {"position": TensorSpec((), torch.int64, range=(0, state.length))})
         assert isinstance(start, Tensor)
         tensors = {name: tensor for name, tensor in state.tensors.items() if name != "position"}
-        return derived(state, method=described(self.mechanism.method, self.scale), tensors=tensors), start
+        return renamed(state, described(self.mechanism.method, self.scale), tensors), start
 
     def extra_repr(self) -> str:
         return f"rotary={self.rotary}, dropout={self.dropout}, scale={self.scale}"

@@ -7,6 +7,8 @@ The pairs are channel c and c + D/2, as in Llama.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,13 +20,26 @@ def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
 
 def cos_sin(x: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines (B, 1, N, D/2) of the angles for x (B, H, N, D)."""
-    half = x.shape[-1] // 2
+    return tables(position, x.shape[-1], base, x.dtype)
+
+
+def tables(position: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, 1, N, D/2) of the angles at positions (B, N), in float32 or, if higher, in `dtype`."""
+    half = head_dim // 2
     # In float32 the angle at position 10^6 is off by 0.06.
-    precise = torch.float32 if x.device.type == "mps" else torch.float64
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=precise) / half)
+    precise = torch.float32 if position.device.type == "mps" else torch.float64
+    frequency = base ** (-torch.arange(half, device=position.device, dtype=precise) / half)
     angle = position[:, None, :, None].to(precise) * frequency
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = torch.promote_types(dtype, torch.float32)
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+class Rotation(NamedTuple):
+    """The rotary positions of some tokens, computed once for all layers of a model."""
+
+    cos: Tensor  # (B, 1, N, D/2)
+    sin: Tensor
+    after: Tensor  # (B,), the position of the token after them
 
 
 def rotate_by(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Decode states: what a mechanism remembers of the tokens it has seen.
 
 A state is a value. A call takes one and returns another, and the one it took stays as it was. To roll back, continue
-from an earlier state, and a refused call changes nothing.
+from an earlier state, and a refused call changes nothing. A caller who will not use a state again can donate it: the call then
+may overwrite its memory, which saves a copy for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -49,6 +50,19 @@ class GrowingTensor:
         grown._buffer.rows.narrow(-2, self.length, new.shape[-2]).copy_(new)
         grown.length = length
         return grown
+
+    def extended(self) -> GrowingTensor:
+        """These rows and one more, not initialised, for a caller who writes it at once; autograd must not be recording."""
+        grown = GrowingTensor.__new__(GrowingTensor)
+        grown.length = self.length + 1
+        fits = self._buffer.claim(self.length, grown.length)
+        grown._buffer = self._buffer if fits else _Buffer.copy(self.rows, grown.length)
+        return grown
+
+    @property
+    def buffer(self) -> Tensor:
+        """The rows, and the room for more behind them."""
+        return self._buffer.rows
 
 
 class _Buffer:
@@ -101,11 +115,19 @@ class State:
     dtype: torch.dtype
     length: int
     tensors: Mapping[str, Tensor | GrowingTensor] = field(repr=False)
-    _is_checked: bool = field(default=False, init=False, repr=False)  # not copied by `replace`
+    # Not copied by `replace`:
+    _is_checked: bool = field(default=False, init=False, repr=False)
+    _donor: State | None = field(default=None, init=False, repr=False)  # whom this state was donated by
+    _uses: list[None] = field(default_factory=lambda: [None], init=False, repr=False)  # empty once the memory is overwritten
+    _step: object = field(default=None, init=False, repr=False)  # what made this state, if it can be used again
+    _is_exclusive: bool = field(default=False, init=False, repr=False)  # no other state has its memory
 
     def __post_init__(self) -> None:
         if isinstance(self.tensors, Mapping):
             object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+
+    def __copy__(self) -> State:
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _new, ({**{name: getattr(self, name) for name in _PLAIN}, "tensors": dict(self.tensors)},)
@@ -131,13 +153,21 @@ class State:
         """Bytes held."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def donate(self) -> State:
+        """This state, for a last call: `attention(..., state=state.donate(), return_state=True)` may overwrite its memory.
+
+        After that call neither this state nor what `donate` returned can be used; if the call refuses its input, both can.
+        """
+        require_usable(self)
+        return _with(self, _donor=self)
+
     def clone(self) -> State:
         """A copy that shares no memory with this state."""
         return self._map(Tensor.clone)
 
     def detach(self) -> State:
         """This state without the graph that computed it."""
-        return self._map(Tensor.detach)
+        return self._map(Tensor.detach, _uses=self._uses)
 
     def to(self, device: torch.device | str) -> State:
         """This state on another device."""
@@ -146,7 +176,7 @@ class State:
         except (RuntimeError, TypeError) as error:
             raise StateError(f"device must be a device such as 'cpu' or 'cuda:0'; got {device!r}.") from error
         try:
-            return self._map(lambda tensor: tensor.to(target))
+            return self._map(lambda tensor: tensor.to(target), _uses=self._uses if target == self.device else [None])
         except (AssertionError, RuntimeError) as error:  # PyTorch was built without it, or this machine does not have it
             raise StateError(f"the state cannot be moved to {target}: {error}") from error
 
@@ -168,6 +198,7 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors: `torch.save` writes it, `torch.load(..., weights_only=True)` reads it."""
+        require_usable(self)
         tensors = {name: rows(tensor).clone() for name, tensor in self.tensors.items()}
         return {**{name: getattr(self, name) for name in _PLAIN}, "tensors": tensors}
 
@@ -186,14 +217,16 @@ class State:
             )
         state = cls(**saved)
         require_plausible(state)
-        return state._map(Tensor.resolve_neg)
+        return state._map(lambda tensor: tensor.resolve_neg().clone())  # a donated state must not overwrite what was saved
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> State:
+    def _map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> State:
+        require_usable(self)
         changed = {
             name: change(tensor) if isinstance(tensor, Tensor) else GrowingTensor(change(tensor.rows))
             for name, tensor in self.tensors.items()
         }
-        return derived(self, tensors=changed)
+        new = derived(self, tensors=changed)
+        return _with(new, **fields) if fields else new
 
 
 _PLAIN = ("method", "kv_heads", "head_dim", "value_dim", "dtype", "length")
@@ -220,6 +253,83 @@ def derived(state: State, **changes: Any) -> State:
     """`state` with changes that leave it as sound as it was, so that it needs no new check."""
     new = replace(state, **changes)
     return checked(new) if state._is_checked else new
+
+
+def renamed(state: State, method: str, tensors: Mapping[str, Tensor | GrowingTensor]) -> State:
+    """`state` under the name of another method, with tensors added or left out; the others share its memory."""
+    return _with(state, method=method, tensors=MappingProxyType(dict(tensors)), _donor=state if is_donated(state) else None)
+
+
+def is_donated(state: State) -> bool:
+    """Whether a call may overwrite its memory."""
+    return state._donor is not None
+
+
+def require_usable(state: State) -> None:
+    """Raise an error if a call has taken its memory."""
+    if not state._uses:
+        raise StateError(_OVERWRITTEN)
+
+
+def take_memory(state: State) -> None:
+    """Make a donated state unusable, and the states that it comes from, before its memory is overwritten.
+
+    Of several threads that try, one succeeds.
+    """
+    try:
+        state._uses.pop()
+    except IndexError:
+        raise StateError(_OVERWRITTEN) from None
+    if not torch.compiler.is_compiling():
+        donor: State | None = state
+        while donor is not None:
+            vars(donor)["tensors"] = _Overwritten()
+            donor = donor._donor
+
+
+_OVERWRITTEN = (
+    "this state was donated to a call that has overwritten its memory, so it cannot be used any more. Continue from the state "
+    "that the call returned, or do not donate a state that is still needed."
+)
+
+
+class _Overwritten(Mapping[str, Tensor]):
+    """The tensors of a state whose memory is overwritten."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        raise StateError(_OVERWRITTEN)
+
+    def __iter__(self) -> Iterator[str]:
+        raise StateError(_OVERWRITTEN)
+
+    def __len__(self) -> int:
+        raise StateError(_OVERWRITTEN)
+
+
+def prepared_step(state: State) -> object:
+    """What made this state, and can continue it."""
+    return state._step
+
+
+def continued(state: State, tensors: StateTensors, *, step: object, is_exclusive: bool) -> State:
+    """The state after one more token, made by `step`, which can make the next one, too.
+
+    `is_exclusive`: no other state shares the memory of `tensors`.
+    """
+    changes = {"length": state.length + 1, "tensors": MappingProxyType(tensors), "_donor": None, "_uses": [None]}
+    return _with(state, **changes, _step=step, _is_exclusive=is_exclusive)
+
+
+def may_overwrite(state: State) -> bool:
+    """Whether the step that made this state may change its tensors: it is donated, and no other state has its memory."""
+    return state._donor is not None and state._is_exclusive
+
+
+def _with(state: State, **changes: Any) -> State:
+    """A copy that shares all that is not changed, faster than `replace`."""
+    new = object.__new__(State)
+    vars(new).update(vars(state), **changes)
+    return new
 
 
 def require_plausible(state: State) -> None:

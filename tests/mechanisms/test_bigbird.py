@@ -3,7 +3,7 @@ import torch
 
 import subquad as sq
 from subquad.ops.sparse import random_draw
-from subquad.ops.sparse.random_draw import _mix, draw_blocks, head_keys, reservoir_samples, reservoir_samples_at
+from subquad.ops.sparse.random_draw import _mix, draw_blocks, head_keys, reservoir_samples, running_samples
 from tests.harness import DIM, HEADS, VALUE_DIM, Case, assert_close, inputs
 
 HEAVY = 6.0  # standard deviations
@@ -98,8 +98,9 @@ def test_the_reservoir_is_uniform(count, number):
 def test_a_few_samples_are_those_of_all(monkeypatch):
     monkeypatch.setattr(random_draw, "_AT_ONCE", 7)
     keys, numbers = head_keys(3, 0), torch.tensor([0, 1, 3, 20, 21, 100])
-    assert torch.equal(reservoir_samples_at(keys, 4, numbers), reservoir_samples(keys, 4, 120)[:, numbers])
-    assert reservoir_samples_at(keys, 4, numbers[:0]).shape == (3, 0, 4)
+    running = running_samples(tuple(keys.tolist()), 4)
+    assert torch.equal(running.at(numbers), reservoir_samples(keys, 4, 120)[:, numbers])
+    assert running.at(numbers[:0]).shape == (3, 0, 4)
 
 
 def test_what_the_reservoir_lets_go_never_returns():

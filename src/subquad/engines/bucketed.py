@@ -7,6 +7,7 @@ B batch, H query heads, K key-value heads, n tokens, Dv value channels, R rounds
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor
 from subquad.engines import dense, token_buffer
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec, TensorSpec
-from subquad.engines.token_buffer import append_rows, drop_rows, steps
+from subquad.engines.step import StateView, Step
+from subquad.engines.token_buffer import append_row, append_rows, drop_rows, is_full, steps
 from subquad.masks import zero_pads
 from subquad.ops import bucketed
 from subquad.ops.bucketed import Rule
-from subquad.ops.precision import needs_gradient
+from subquad.ops.precision import compute_dtype, needs_gradient
+from subquad.ops.rows import Pattern, RowsStep
 from subquad.state import StateTensors, rows
 
 __all__ = ["Rule", "attend", "state_spec"]
@@ -117,14 +120,58 @@ def _attend_to_state(call: Call, query_bucket: Tensor, state: StateTensors, rule
 
 def _drop_unseen(state: StateTensors, rule: Rule, seen: int) -> StateTensors:
     """The state with the last C keys of every bucket in every round, after `seen` tokens."""
-    bucket = rows(state["bucket"]).mT.contiguous()  # (B, K, R, S)
 
     def keep(position: Tensor) -> Tensor:
+        bucket = rows(state["bucket"]).mT.contiguous()  # (B, K, R, S)
         used = torch.where((position >= 0).unsqueeze(2), bucket, -1)
         ordered, order = used.sort(dim=-1, stable=True)
         newer = torch.searchsorted(ordered, ordered, right=True) - torch.arange(ordered.shape[-1], device=order.device)
         recent = torch.zeros_like(used, dtype=torch.bool).scatter(-1, order, newer <= rule.chunk)
         return recent.any(2) & (position >= 0)
 
-    max_kept = min(rule.rounds * rule.buckets * rule.chunk, seen)
-    return drop_rows(state, ("number", "key", "value", "bucket"), keep, max_kept)
+    return drop_rows(state, _ROWS, keep, _max_kept(rule, seen))
+
+
+_ROWS = ("number", "key", "value", "bucket")
+
+
+def _max_kept(rule: Rule, seen: int) -> int:
+    """How many keys later queries can see at most, after `seen` tokens."""
+    return min(rule.rounds * rule.buckets * rule.chunk, seen)
+
+
+Buckets = tuple[Tensor, Tensor, Tensor]
+
+
+def prepare_step(call: Call, sort: Callable[[Tensor, Tensor], Buckets], rule: Rule) -> Step | None:
+    """A step of the compiled kernel, for a call like this one, with the keys and the scale that scores are computed with.
+
+    `sort` maps the queries and keys of a token to those keys, and to the buckets (B, H, R, 1) and (B, K, R, 1) of both.
+    """
+    if call.query.dtype != compute_dtype(call.query):
+        return None
+    return _BucketedStep(call, sort, rule)
+
+
+class _BucketedStep(Step):
+    def __init__(self, call: Call, sort: Callable[[Tensor, Tensor], Buckets], rule: Rule) -> None:
+        pattern = Pattern(rounds=rule.rounds, chunk=rule.chunk, is_shared=rule.shared)
+        self._run = RowsStep(call.query, call.key, call.value, call.softmax_scale, pattern)
+        self._sort, self._rule = sort, rule
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, past: StateView, seen: int, *, may_overwrite: bool
+    ) -> tuple[Tensor, StateTensors, bool]:
+        held = past["count"]
+        assert isinstance(held, Tensor)
+        count = held if may_overwrite else held.clone(memory_format=torch.contiguous_format)
+        key, *buckets = self._sort(query, key)
+        query_bucket, key_bucket = (x.contiguous() for x in buckets)
+        grown = append_row(past, _ROWS)
+        buffers = {name: x.buffer for name, x in grown.items()}
+        length = grown["key"].length
+        out = self._run(query, key, value, length, buffers, {}, count, count, buckets=(query_bucket, key_bucket))
+        state: StateTensors = {**past, **grown, "count": count}
+        if is_full(length, _max_kept(self._rule, seen + 1)):
+            state = _drop_unseen(state, self._rule, seen + 1)
+        return out, state, True

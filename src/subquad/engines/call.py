@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from subquad.state import State, StateTensors
+from subquad.state import State, StateTensors, is_donated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,13 @@ class Call:
     def past(self) -> StateTensors | None:
         """The tensors of the state, in a dictionary to change."""
         return None if self.state is None else dict(self.state.tensors)
+
+    @property
+    def is_donated_step(self) -> bool:
+        """Whether one token for each sequence, no pads, continues a donated state in a traced call, where operators take part."""
+        if not torch.compiler.is_compiling() or self.state is None or not self.return_state:
+            return False
+        return is_donated(self.state) and self.query.shape[2] == 1 and self.key_padding_mask is None
 
     @property
     def softmax_scale(self) -> float:

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.engines import token_buffer
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec, TensorSpec
+from subquad.engines.step import StateView, Step
 from subquad.masks import causal, zero_pads
 from subquad.ops.precision import compute_dtype, has_nan, needs_gradient, upcast
 from subquad.state import GrowingTensor, StateTensors
@@ -56,6 +58,25 @@ def state_spec(call: Call) -> StateSpec:
         "value": TensorSpec((kv_heads, seen, call.value.shape[3]), dtype),
         "mask": TensorSpec((1, seen, 1), torch.bool, is_optional=True),
     }
+
+
+def prepare_step(call: Call) -> Step | None:
+    """A step for calls like this one, unless earlier tokens were pads or the scale needs care."""
+    has_mask = call.state is None or "mask" in call.state.tensors
+    return None if has_mask or call.softmax_scale <= 0 else _DenseStep(call)
+
+
+class _DenseStep(Step):
+    def __init__(self, call: Call) -> None:
+        self._scale = call.scale
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, past: StateView, seen: int, *, may_overwrite: bool
+    ) -> tuple[Tensor, StateTensors, bool]:
+        grown = token_buffer.append_row(past, ("key", "value"))
+        for name, new in (("key", key), ("value", value)):
+            grown[name].buffer.select(2, seen).copy_(new.squeeze(2))
+        return _fused(query, grown["key"].rows, grown["value"].rows, None, scale=self._scale), {**grown}, True
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float | None) -> Tensor:

@@ -105,13 +105,18 @@ def attend(call: Call, rule: HybridRule) -> tuple[Tensor, StateTensors | None]:
     is_short = past is None and not call.return_state and key.shape[2] <= min(span, _SHORT)
     capacity = 0 if is_short else min(rule.window, key.shape[2])
     if past is not None or call.return_state:
-        capacity = min(rule.window, _ROOM * ((call.seen + key.shape[2]) // _ROOM + 1))
+        capacity = room(rule, call.seen + key.shape[2])
     state = _empty_state(key, value, rule, capacity) if past is None else _with_room(dict(past), capacity)  # type: ignore[arg-type]
     keys = _join(state, key, value, real, rule)
     out = _output(query, keys, None if is_short else state["S"], rule, call.is_causal)
     if order is not None:
         out = put_back(out.masked_fill(~real[:, None, :, None], 0), order)
     return out.to(query.dtype), _next_state(state, keys, real, mask is not None) if call.return_state else None
+
+
+def room(rule: HybridRule, seen: int) -> int:
+    """For how many keys a state after `seen` tokens has room."""
+    return min(rule.window, _ROOM * (seen // _ROOM + 1))
 
 
 def state_spec(call: Call, rule: HybridRule) -> StateSpec:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec, TensorSpec
-from subquad.errors import InputError
+from subquad.engines.step import StateView, Step
+from subquad.errors import InputError, StateError
 from subquad.masks import zero_pads
-from subquad.ops import dispatch
-from subquad.ops.kernelized import Inputs, KernelizedRule, Sums, operator, pytorch
+from subquad.ops import dispatch, native_call
+from subquad.ops.kernelized import Inputs, KernelizedRule, Sums, native, operator, pytorch, step
 from subquad.ops.precision import compute_dtype, needs_gradient, upcast
 from subquad.state import StateTensors
 
@@ -47,7 +48,10 @@ def attend(call: Call, rule: KernelizedRule) -> tuple[Tensor, StateTensors | Non
         records = needs_gradient(*inputs[:3], *rule.feature_map.weights)
         if records and rule.feature_map.projection is not None:
             inputs, rule = _project(inputs, rule)
-        out, sums = operator.attend(inputs, rule, sums, return_sums=call.return_state, needs_gradient=records)
+        if call.is_donated_step and not needs_gradient(*sums.values()):
+            out = step.update(inputs, rule, sums)
+        else:
+            out, sums = operator.attend(inputs, rule, sums, return_sums=call.return_state, needs_gradient=records)
     else:
         out, _ = pytorch.attend(inputs, rule, sums)
     return out.to(call.query.dtype), {**sums} if call.return_state else None
@@ -63,6 +67,36 @@ def state_spec(call: Call, rule: KernelizedRule) -> StateSpec:
     if rule.normalizer == "mean":
         spec["count"] = TensorSpec((1, 1, 1), dtype, range=(0, call.seen))
     return spec
+
+
+def prepare_step(call: Call, rule: KernelizedRule) -> Step | None:
+    """A step of the compiled kernel, if it has this feature map."""
+    return None if rule.feature_map.native is None else _KernelizedStep(call, rule)
+
+
+class _KernelizedStep(Step):
+    def __init__(self, call: Call, rule: KernelizedRule) -> None:
+        query, key, value = (native_call.as_rows(x) for x in (call.query, call.key, call.value))
+        self._dtype, self._is_half = call.query.dtype, query.dtype != call.query.dtype
+        self._shapes = native.sum_shapes(key, value, rule)
+        self._run = step.Step(query, key, value, rule)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, past: StateView, seen: int, *, may_overwrite: bool
+    ) -> tuple[Tensor, StateTensors, bool]:
+        sums: Sums = {}
+        for name, shape in self._shapes.items():
+            held = past[name]
+            assert isinstance(held, Tensor)
+            if held.shape != shape:  # the kernel would read other memory
+                raise StateError(
+                    f"{name!r} of a state must have the shape {shape}; got {tuple(held.shape)}. Do not resize its tensors."
+                )
+            sums[name] = held if held.is_contiguous() else held.contiguous()
+        if self._is_half:
+            query, key, value = upcast(query), upcast(key), upcast(value)
+        out, new = self._run(query, key, value, sums, in_place=may_overwrite)
+        return out.to(self._dtype) if self._is_half else out, new, True
 
 
 def _cancels(inputs: Inputs, rule: KernelizedRule, sums: Sums) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from subquad.engines.call import Call
 from subquad.engines.state_spec import Rows, TensorSpec
+from subquad.engines.step import StateView
 from subquad.state import GrowingTensor, StateTensors, rows
 
 _STEP = 256  # tokens that continue a state at a time; their mask over all keys of the state stays small
@@ -54,6 +55,16 @@ def append_rows(state: StateTensors, new: Mapping[str, Tensor], *, recorded: boo
     return {**state, **grown}
 
 
+def append_row(past: StateView, names: Sequence[str]) -> dict[str, GrowingTensor]:
+    """The tensors `names` of a state with one more row each, which is not initialised."""
+    return {name: (GrowingTensor(held) if isinstance(held := past[name], Tensor) else held).extended() for name in names}
+
+
+def is_full(rows: int, max_kept: int) -> bool:
+    """Whether `drop_rows` would drop some of so many rows."""
+    return rows >= 2 * max(max_kept, _MIN_ROWS)
+
+
 def drop_rows(state: StateTensors, names: Sequence[str], keep: Callable[[Tensor], Tensor], max_kept: int) -> StateTensors:
     """Once the tensors `names` have at least twice `max_kept` rows, leave only those to keep.
 
@@ -61,7 +72,7 @@ def drop_rows(state: StateTensors, names: Sequence[str], keep: Callable[[Tensor]
     and is True for at most `max_kept` of them.
     """
     number = rows(state[names[0]]).squeeze(-1)
-    if number.shape[2] < 2 * max(max_kept, _MIN_ROWS):
+    if not is_full(number.shape[2], max_kept):
         return state
     kept = keep(number)
     order = kept.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :max_kept]  # (B, K, max_kept)

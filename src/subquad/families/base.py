@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec
+from subquad.engines.step import Step
 from subquad.errors import OptionError, closest, shown
 from subquad.state import StateTensors
 
@@ -139,6 +141,18 @@ class Mechanism(ABC):
         States that come from outside are checked against it before they are continued.
         """
         return None
+
+    def step(self, call: Call) -> Step | None:
+        """A prepared step for calls like this one: one token per sequence, a state, no masks, no gradients; None: use `run`.
+
+        The weights of these calls do not change.
+        """
+        return None
+
+    @cached_property
+    def description(self) -> str:
+        """The mechanism with all options, as text."""
+        return repr(self)
 
     @property
     def refuses(self) -> Mapping[str, str]:

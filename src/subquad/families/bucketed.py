@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from subquad.engines import bucketed
 from subquad.engines.bucketed import Rule
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec
+from subquad.engines.step import Step
 from subquad.families.base import Mechanism
 from subquad.state import StateTensors
 
@@ -46,6 +48,16 @@ class Bucketed(Mechanism):
         query_bucket = self.bucket_of(call.query, call)
         key_bucket = query_bucket if rule.shared else self.bucket_of(call.key, call)
         return bucketed.attend(self.scored(call), query_bucket, key_bucket, rule)
+
+    def step(self, call: Call) -> Step | None:
+        rule = self.rule(call)
+
+        def sort(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            query_bucket = self.bucket_of(query, call)
+            key_bucket = query_bucket if rule.shared else self.bucket_of(key, call)
+            return self.scored(replace(call, query=query, key=key)).key, query_bucket, key_bucket
+
+        return bucketed.prepare_step(self.scored(call), sort, rule)
 
     def state_spec(self, call: Call) -> StateSpec:
         return bucketed.state_spec(self.scored(call), self.rule(call))

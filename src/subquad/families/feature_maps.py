@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from subquad.engines.call import Call
+from subquad.engines.step import StateView, Step
 from subquad.errors import InputError
 from subquad.families.base import Sizes
 from subquad.families.kernelized import Kernelized
@@ -136,10 +139,34 @@ class LearnedKernelized(Kernelized):
         """Projects queries and keys here, because each query head has weights of its own and the engine groups query heads."""
         require_positive_scale(call.scale, self.info.name)
         # Zero the pads first: otherwise a NaN in one would reach the gradient of W.
-        query, key = upcast(call.query), upcast(zero_pads(call.key, call.key_padding_mask))
-        query, key = self.learned_map.project(query, call, "query"), self.learned_map.project(key, call, "key")
+        query = self._project(call.query, call, "query")
+        key = self._project(zero_pads(call.key, call.key_padding_mask), call, "key")
         out, state = super().run(replace(call, query=query, key=key))
         return out.to(call.query.dtype), state
+
+    def step(self, call: Call) -> Step | None:
+        require_positive_scale(call.scale, self.info.name)
+        inner = super().step(
+            replace(call, query=self._project(call.query, call, "query"), key=self._project(call.key, call, "key"))
+        )
+        return None if inner is None else _ProjectedStep(inner, partial(self._project, call=call))
+
+    def _project(self, x: Tensor, call: Call, side: Literal["query", "key"]) -> Tensor:
+        return self.learned_map.project(upcast(x), call, side)
+
+
+class _ProjectedStep(Step):
+    """A step with the projected queries and keys."""
+
+    def __init__(self, step: Step, project: Callable[..., Tensor]) -> None:
+        self._step, self._project = step, project
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, past: StateView, seen: int, *, may_overwrite: bool
+    ) -> tuple[Tensor, StateTensors, bool]:
+        projected = self._project(query, side="query"), self._project(key, side="key")
+        out, state, is_exclusive = self._step(*projected, value, past, seen, may_overwrite=may_overwrite)
+        return out.to(query.dtype), state, is_exclusive
 
 
 def needs_module(method: str, mechanism: str, learned: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from subquad.engines import kernelized
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec
+from subquad.engines.step import Step
 from subquad.families.base import Mechanism
 from subquad.ops.kernelized import KernelizedRule
 from subquad.state import StateTensors
@@ -41,3 +42,6 @@ class Kernelized(Mechanism):
 
     def state_spec(self, call: Call) -> StateSpec:
         return kernelized.state_spec(call, self.rule(call))
+
+    def step(self, call: Call) -> Step | None:
+        return kernelized.prepare_step(call, self.rule(call))

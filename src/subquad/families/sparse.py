@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
 from subquad.engines import block_sparse
 from subquad.engines.block_sparse import Layout
+from subquad.engines.block_sparse.decoding import prepare_step
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec
+from subquad.engines.step import Step
 from subquad.families.base import Info, Mechanism
 from subquad.state import StateTensors
 
@@ -43,6 +46,20 @@ class SparseMechanism(Mechanism):
 
     def state_spec(self, call: Call) -> StateSpec:
         return block_sparse.state_spec(call, self.layout(call))
+
+    @property
+    def layout_period(self) -> int | None:
+        """After how many tokens of a decoded sequence the layout of the next token changes; None: never."""
+        return None
+
+    def step(self, call: Call) -> Step | None:
+        assert call.state is not None
+        before = replace(call.state, tensors={})  # keeps no memory
+
+        def layout_at(seen: int) -> Layout:
+            return self.layout(replace(call, state=replace(before, length=seen)))
+
+        return prepare_step(call, layout_at, self.layout_period)
 
 
 def halves(heads: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -32,7 +32,7 @@ from subquad.families.sparse import SparseMechanism, refuses
 from subquad.ops.sparse.global_tokens import EndBlocks
 from subquad.ops.sparse.key_sets import Blocks, KeySet
 from subquad.ops.sparse.random_blocks import RandomBlocks
-from subquad.ops.sparse.random_draw import head_keys, reservoir_samples, reservoir_samples_at
+from subquad.ops.sparse.random_draw import head_keys, reservoir_samples, running_samples
 
 Mode = Literal["itc", "etc"]
 MODES: tuple[Mode, ...] = ("itc", "etc")
@@ -111,6 +111,10 @@ class BigBird(SparseMechanism):
     def without_values(self) -> BigBird:
         return replace(self, mode="itc", globals=0) if self.mode == "etc" else self
 
+    @property
+    def layout_period(self) -> int:
+        return self.block
+
     def layout(self, call: Call) -> Layout:
         first, last = self._global_blocks(call.is_causal)
         side = self.window // 2
@@ -141,7 +145,7 @@ class BigBird(SparseMechanism):
             number = (block - side - first).clamp(0, total)  # of blocks to draw from
             if is_readable(keys):
                 numbers, place = number.unique(return_inverse=True)
-                sample = reservoir_samples_at(keys, count, numbers)[heads, place]
+                sample = running_samples(tuple(keys.tolist()), count).at(numbers)[heads, place]
             else:
                 sample = reservoir_samples(keys, count, total)[heads, number]
             return torch.where(sample < 0, -1, sample + first)

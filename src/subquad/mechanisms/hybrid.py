@@ -23,7 +23,9 @@ from torch import Tensor
 
 from subquad.engines import hybrid
 from subquad.engines.call import Call
+from subquad.engines.hybrid_step import prepare_step
 from subquad.engines.state_spec import StateSpec
+from subquad.engines.step import Step
 from subquad.families.base import Info, Mechanism, Sizes
 from subquad.families.feature_maps import (
     T2R_FEATURES,
@@ -95,6 +97,10 @@ class Hybrid(Mechanism):
 
     def state_spec(self, call: Call) -> StateSpec:
         return hybrid.state_spec(call, self._rule(call))
+
+    def step(self, call: Call) -> Step | None:
+        require_positive_scale(call.scale, self.info.name)
+        return prepare_step(call, self._rule(call))
 
     def _rule(self, call: Call) -> hybrid.HybridRule:
         return hybrid.HybridRule(

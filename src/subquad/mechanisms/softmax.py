@@ -15,6 +15,7 @@ from torch import Tensor
 from subquad.engines import dense
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec
+from subquad.engines.step import Step
 from subquad.families.base import Info, Mechanism
 from subquad.state import StateTensors
 
@@ -40,6 +41,9 @@ class Softmax(Mechanism):
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         return dense.attend(call)
+
+    def step(self, call: Call) -> Step | None:
+        return dense.prepare_step(call)
 
     def state_spec(self, call: Call) -> StateSpec:
         return dense.state_spec(call)

@@ -8,6 +8,7 @@ B batch, N tokens, M tokens of the source.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from subquad.families.base import Mechanism
 from subquad.layer import Attention, Source
 from subquad.models.cache import SubquadLayer, Update
 from subquad.models.configuration import SubquadConfig
+from subquad.rotary import Rotation
 from subquad.state import State
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
@@ -67,6 +69,7 @@ class Block(GradientCheckpointingLayer):
         cache: SubquadLayer | None,
         source: Tensor | None,
         source_mask: Tensor | None,
+        rotation: Rotation | None = None,
     ) -> tuple[Tensor, Update[State] | None, Source | None]:
         """The output (B, N, dim) for x (B, N, dim); then, for the cache, the new state, and the keys and values of the source.
 
@@ -74,8 +77,9 @@ class Block(GradientCheckpointingLayer):
             key_padding_mask: (B, N) bool.
             bias: added to the scores of self-attention, (B or 1, H, N, past + N).
             source, source_mask: (B, M, dim) and (B, M), for cross-attention.
+            rotation: the rotary positions of the tokens, if the model has them.
         """
-        out, update = self._attend(self._enter(x, self.self_attn_norm), key_padding_mask, bias, cache)
+        out, update = self._attend(self._enter(x, self.self_attn_norm), key_padding_mask, bias, rotation, cache)
         x = self._leave(x, out, self.self_attn_norm)
         keys = None
         if self.cross_attn is not None and self.cross_attn_norm is not None:
@@ -95,10 +99,16 @@ class Block(GradientCheckpointingLayer):
         return x if self.is_pre_norm else norm(x)
 
     def _attend(
-        self, x: Tensor, key_padding_mask: Tensor | None, bias: Tensor | None, cache: SubquadLayer | None
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None,
+        bias: Tensor | None,
+        rotation: Rotation | None,
+        cache: SubquadLayer | None,
     ) -> tuple[Tensor, Update[State] | None]:
         if cache is None:
-            return self.self_attn(x, is_causal=self.is_causal, key_padding_mask=key_padding_mask, attn_mask=bias), None
+            options: dict[str, Any] = {"is_causal": self.is_causal, "attn_mask": bias, "rotation": rotation}
+            return self.self_attn(x, key_padding_mask=key_padding_mask, **options), None
         before = cache.state
 
         def recompute(keep: int) -> State:
@@ -107,7 +117,13 @@ class Block(GradientCheckpointingLayer):
             return state
 
         out, state = self.self_attn(
-            x, is_causal=True, key_padding_mask=key_padding_mask, attn_mask=bias, state=before, return_state=True
+            x,
+            is_causal=True,
+            key_padding_mask=key_padding_mask,
+            attn_mask=bias,
+            rotation=rotation,
+            state=cache.past.to_replace(),
+            return_state=True,
         )
         return out, Update(state, x.shape[1], recompute)
 

@@ -81,6 +81,14 @@ class Rewindable(Generic[T]):
         self._updates.clear()
 
 
+class RewindableState(Rewindable[State]):
+    """A decode state; unless recording, nobody needs the old one after a piece of tokens."""
+
+    def to_replace(self) -> State | None:
+        """The state for a call whose result replaces it: the call may overwrite its memory, unless it is recorded."""
+        return self.value if self.value is None or self.is_recording else self.value.donate()
+
+
 class SubquadLayer(CacheLayerMixin):
     """The cache of one layer: the state of its self-attention, and the keys and values of the source it also attends to."""
 
@@ -91,7 +99,7 @@ class SubquadLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.past: Rewindable[State] = Rewindable()
+        self.past = RewindableState()
         self.source: Source | None = None
 
     @property

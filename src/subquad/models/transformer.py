@@ -23,7 +23,7 @@ from subquad.models.block import Block, norm
 from subquad.models.cache import SubquadCache, Update
 from subquad.models.configuration import SubquadConfig
 from subquad.models.positions import BIASES, EMBEDDED
-from subquad.rotary import positions
+from subquad.rotary import Rotation, positions, tables
 
 _ADVICE = (
     "Load with the class and config that saved them. Or pass strict=False to initialize missing weights and ignore unexpected "
@@ -162,6 +162,10 @@ class SubquadModel(SubquadPreTrainedModel):
         position, after = positions(start, length, mask)
         x = inputs_embeds if self.positions is None else self.positions(inputs_embeds, position, seen + length)
         bias = self._bias(position, seen, attention_mask, start, x.dtype)
+        rotation = None
+        if config.position == "rotary":
+            head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+            rotation = Rotation(*tables(position, head_dim, config.rope_theta, x.dtype), after)
 
         x = self.dropout(x)
         hidden: list[Tensor] = [x]
@@ -175,6 +179,7 @@ class SubquadModel(SubquadPreTrainedModel):
                 cache=layer,
                 source=encoder_hidden_states,
                 source_mask=source_mask,
+                rotation=rotation,
             )
             hidden.append(x)
             updates.append(update)

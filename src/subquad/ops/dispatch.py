@@ -108,6 +108,11 @@ def recorded(*, on_fake_tensors: bool = False) -> Iterator[list[Choice]]:
         _record, _records_fakes = before
 
 
+def is_recording() -> bool:
+    """Whether `recorded` lists the choices that are made."""
+    return _record is not None
+
+
 def has_kernels() -> bool:
     """Whether there are compiled kernels for this processor, and they are turned on."""
     return _is_enabled and not native_library.why_missing()

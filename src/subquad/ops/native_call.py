@@ -48,20 +48,34 @@ def call(
 
     `work` is roughly the number of multiplications; for little work one thread is faster than several.
     """
-    arguments = structure(**numbers, threads=torch.get_num_threads() if work > _ONE_THREAD_WORK else 1)
-    for name, x in views.items():
-        setattr(arguments, name, View(x.data_ptr(), *x.stride()[:3]))
-    for name, t in pointers.items():
-        setattr(arguments, name, None if t is None else t.data_ptr())
+    given = arguments(structure, numbers, views, pointers, work)
     library = native_library.load()
     assert library is not None
-    dtype = str(next(t for t in (*views.values(), *pointers.values()) if t is not None).dtype).removeprefix("torch.")
-    result = getattr(library, f"subquad_{function}_{dtype}")(ctypes.byref(arguments))
+    dtype = dtype_name(next(t for t in (*views.values(), *pointers.values()) if t is not None))
+    result = getattr(library, f"subquad_{function}_{dtype}")(ctypes.byref(given))
     if result != _DONE:
-        raise _error(result, function, {**views, **pointers})
+        raise error(result, function, {**views, **pointers})
 
 
-def _error(result: int, function: str, tensors: Mapping[str, Tensor | None]) -> Exception:
+def arguments(
+    structure: Any, numbers: Mapping[str, float], views: Mapping[str, Tensor], pointers: Mapping[str, Tensor | None], work: int
+) -> Any:
+    """A `structure` with these fields; see `call`."""
+    given = structure(**numbers, threads=torch.get_num_threads() if work > _ONE_THREAD_WORK else 1)
+    for name, x in views.items():
+        setattr(given, name, View(x.data_ptr(), *x.stride()[:3]))
+    for name, t in pointers.items():
+        setattr(given, name, None if t is None else t.data_ptr())
+    return given
+
+
+def dtype_name(x: Tensor) -> str:
+    """How the functions of the library name the precision of `x`."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def error(result: int, function: str, tensors: Mapping[str, Tensor | None]) -> Exception:
+    """What to raise when a kernel has not returned `_DONE`."""
     if result != _OUT_OF_MEMORY:
         return RuntimeError(f"the compiled kernel {function} failed with code {result}.")
     given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items() if t is not None)

@@ -1,24 +1,30 @@
 """Decoding with the block-sparse engine: a state keeps the keys and values that later queries may see.
 
 New tokens are appended to the state a few at a time, and attend, under a mask, to those of its keys that the layout lets them
-see.
+see. For a single token a compiled kernel does both (`prepare_step`).
 
 B batch, H query heads, K key-value heads, n tokens, S keys in a state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines import dense, token_buffer
-from subquad.engines.block_sparse.layout import Layout
+from subquad.engines.block_sparse.layout import Heads, Layout
 from subquad.engines.block_sparse.segments import Segments
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec
-from subquad.engines.token_buffer import append_rows, drop_rows, steps
-from subquad.ops.precision import needs_gradient
+from subquad.engines.step import StateView, Step
+from subquad.engines.token_buffer import append_row, append_rows, drop_rows, is_full, steps
+from subquad.ops.precision import compute_dtype, needs_gradient
+from subquad.ops.rows import Pattern, RowRule, RowsStep
+from subquad.ops.sparse.key_sets import BlockEnds, Blocks, KeySet, Window
+from subquad.ops.sparse.random_blocks import RandomBlocks
 from subquad.state import StateTensors, rows
 
 
@@ -106,8 +112,101 @@ def _drop_unseen(state: StateTensors, layout: Layout, heads: int, seen: int) -> 
             kept = kept | key_set.seen_later(j, now, members)
         return (kept & (j >= 0)).any(2)
 
-    max_kept = layout.first_global + sum(key_set.max_seen_later(seen, heads // kv_heads) for key_set in key_sets)
-    state = drop_rows(state, ("number", "key", "value"), keep, min(max_kept, seen))
+    state = drop_rows(state, ("number", "key", "value"), keep, _max_kept(layout, heads // kv_heads, seen))
     if layout.segments is None:
         return state
     return drop_rows(state, Segments.STATE_NAMES, lambda number: number >= 0, seen // layout.segments.size)
+
+
+def _max_kept(layout: Layout, group: int, seen: int) -> int:
+    """How many keys later queries can see at most, after `seen` tokens; `group` query heads share a key-value head."""
+    return min(layout.first_global + sum(key_set.max_seen_later(seen, group) for key_set in layout.key_sets), seen)
+
+
+def prepare_step(call: Call, layout_at: Callable[[int], Layout], period: int | None) -> Step | None:
+    """A step of the compiled kernel, if it has the sets of keys of this layout.
+
+    `layout_at` is the layout for a token after so many. It changes after every `period` tokens; None: never.
+    """
+    layout = layout_at(call.seen)
+    is_known = all(_row_rule(key_set, None) is not None or key_set is layout.segments for key_set in layout.key_sets)
+    if not is_known or call.query.dtype != compute_dtype(call.query):
+        return None
+    return _SparseStep(call, layout_at, period)
+
+
+class _SparseStep(Step):
+    def __init__(self, call: Call, layout_at: Callable[[int], Layout], period: int | None) -> None:
+        self._token = call.query, call.key, call.value
+        self._scale = call.softmax_scale
+        self._heads, self._group = call.query.shape[1], call.query.shape[1] // call.key.shape[1]
+        self._layout_at, self._period = layout_at, period
+        self._latest: tuple[object, Layout, RowsStep, Tensor | None] | None = None  # in one tuple: threads may replace it
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, past: StateView, seen: int, *, may_overwrite: bool
+    ) -> tuple[Tensor, StateTensors, bool]:
+        held = past["count"]
+        assert isinstance(held, Tensor)
+        count = held if may_overwrite else held.clone(memory_format=torch.contiguous_format)
+        layout, run, selected = self._prepared(seen, count)
+        segments = (
+            {} if layout.segments is None else {name: _adjacent(rows(past[name])) for name in layout.segments.STATE_NAMES}
+        )
+        starts = count.clone() if layout.segments is not None and _completes(layout.segments.size, count) else None
+        grown = append_row(past, ("key", "value", "number"))
+        length, buffers = grown["key"].length, {name: x.buffer for name, x in grown.items()}
+        out = run(query, key, value, length, buffers, segments, count, count, selected=selected)
+        state: StateTensors = {**past, **grown, "count": count}
+        if starts is not None and layout.segments is not None:
+            state = layout.segments.append_complete(state, starts, 1)
+        if starts is not None or is_full(length, _max_kept(layout, self._group, seen + 1)):
+            state = _drop_unseen(state, layout, self._heads, seen + 1)
+        return out, state, True
+
+    def _prepared(self, seen: int, count: Tensor) -> tuple[Layout, RowsStep, Tensor | None]:
+        """The layout, the kernel, and the selected blocks (B, H, r) if there are any, for tokens at positions `count` (B,)."""
+        period, latest = self._period, self._latest
+        now = None if period is None else (seen // period, *(position // period for position in count.tolist()))
+        if latest is None or latest[0] != now:
+            layout = self._layout_at(seen)
+            groups = [(heads, key_set) for heads, key_sets in layout.head_groups for key_set in key_sets]
+            rules = [rule for heads, key_set in groups if (rule := _row_rule(key_set, heads)) is not None]
+            size = 0 if layout.segments is None else layout.segments.size
+            pattern = Pattern(rules, layout.first_global, size, layout.extra)
+            latest = now, layout, RowsStep(*self._token, self._scale, pattern), self._selected(layout, count)
+            self._latest = latest
+        return latest[1:]
+
+    def _selected(self, layout: Layout, count: Tensor) -> Tensor | None:
+        found = next((key_set for key_set in layout.key_sets if isinstance(key_set, RandomBlocks)), None)
+        if found is None:
+            return None
+        assert found.select is not None
+        heads = torch.arange(self._heads, device=count.device)[None]
+        return found.select(count[:, None] // found.size, heads).contiguous()
+
+
+def _row_rule(key_set: KeySet, heads: Heads) -> RowRule | None:
+    """What the kernel calls this set of keys; None if it does not have it."""
+    match key_set:
+        case Window():
+            return RowRule(
+                "window", key_set.dilation, -1 if key_set.before is None else key_set.before, key_set.without_self, heads
+            )
+        case Blocks():
+            return RowRule("blocks", key_set.size, key_set.before, -1 if key_set.ends is None else key_set.ends, heads)
+        case BlockEnds():
+            return RowRule("block_ends", key_set.size, 0, key_set.count, heads)
+        case RandomBlocks():
+            return RowRule("selected", key_set.size, heads=heads)
+    return None
+
+
+def _completes(size: int, count: Tensor) -> bool:
+    """Whether the token at position `count` (B,) is the last of its segment, in any row."""
+    return any((position + 1) % size == 0 for position in count.tolist())
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

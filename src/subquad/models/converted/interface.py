@@ -81,7 +81,7 @@ def attend(
         out = run(None)
     else:
         before = layer.state
-        out, state = run(before)
+        out, state = run(layer.past.to_replace())
         layer.apply(Update(state, key.shape[2], lambda keep: run(before, keep)[1]))
     if dropped:  # the mechanism has no weights to drop, so the output is dropped instead
         out = F.dropout(out, dropped)

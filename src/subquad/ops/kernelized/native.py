@@ -5,7 +5,7 @@ B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv val
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -60,6 +60,14 @@ def backward(
     pointers["denominators"] = denominators.contiguous()
     native_call.call("backward", _Call, _numbers(views, inputs.is_causal, rule), views, pointers, _work(views, rule))
     return d_query, d_key, d_value
+
+
+def step_call(query: Tensor, key: Tensor, value: Tensor, rule: KernelizedRule) -> tuple[object, Any]:
+    """The arguments of a call of one token with a state, without the addresses of its tensors; and what must stay alive."""
+    inputs = Inputs(query, key, value, None, True)
+    views = {"query": query, "key": key, "value": value, "out": query.new_empty(*query.shape[:3], value.shape[3])}
+    pointers = _pointers(inputs, rule, {}, query)
+    return pointers, native_call.arguments(_Call, _numbers(views, True, rule), views, pointers, _work(views, rule))
 
 
 def sum_shapes(key: Tensor, value: Tensor, rule: KernelizedRule) -> dict[str, tuple[int, ...]]:

@@ -50,11 +50,11 @@ class _Rule(NamedTuple):
         return KernelizedRule(feature_map=feature_map, normalizer=_NORMALIZERS[self.normalizer], floor=self.floor)
 
 
-_RULE = "Tensor? weight, Tensor? bias, int kind, int normalizer, float scale, float constant, float floor, bool is_causal"
+RULE = "Tensor? weight, Tensor? bias, int kind, int normalizer, float scale, float constant, float floor, bool is_causal"
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask"
 
 
-def _checked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: Any) -> tuple[Inputs, _Rule]:
+def checked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: Any) -> tuple[Inputs, _Rule]:
     """The arguments of an operator, which anybody may call: kernels read memory, so the tensors must fit together."""
     numbers = _Rule(*given)
     for x in (query, key, value):
@@ -83,7 +83,7 @@ def _require(x: Tensor, name: str, shape: tuple[int, ...]) -> None:
 
 def _forward(body: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
     *past, return_sums, return_denominators = given[:5]
-    inputs, numbers = _checked(query, key, value, mask, given[5:])
+    inputs, numbers = checked(query, key, value, mask, given[5:])
     sums = {name: t for name, t in zip(_SUMS, past, strict=True) if t is not None}
     out, found, denominators = body(inputs, numbers.rule(key.shape[3]), sums, return_sums, return_denominators)
     rest = (denominators, *(found.get(name) for name in _SUMS))
@@ -123,7 +123,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 FORWARD = define(
     f"kernelized_forward({_INPUTS}, Tensor? sums, Tensor? level, Tensor? count, bool return_sums, bool return_denominators, "
-    f"{_RULE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{RULE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
     pytorch=partial(_forward, _pytorch_forward),
     native=partial(_forward, _native_forward),
@@ -143,7 +143,7 @@ def _native_backward(
     count: Tensor,
     *given: Any,
 ) -> tuple[Tensor, ...]:
-    inputs, numbers = _checked(query, key, value, mask, given)
+    inputs, numbers = checked(query, key, value, mask, given)
     rule = numbers.rule(key.shape[3])
     if _has_levels(inputs, rule) and denominators.isnan().all():  # the forward pass ran in PyTorch
         return _pytorch_backward(grad, query, key, value, mask, out, denominators, sums, level, count, *given)
@@ -159,7 +159,7 @@ def _pytorch_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *given: Any
 ) -> tuple[Tensor, ...]:
     """By autograd; the results of the forward pass are not needed."""
-    inputs, numbers = _checked(query, key, value, mask, given[5:])
+    inputs, numbers = checked(query, key, value, mask, given[5:])
     with torch.inference_mode(False), torch.enable_grad():
         tensors = [x.clone().requires_grad_() for x in inputs[:3]]
         query, key, value = tensors
@@ -175,7 +175,7 @@ def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: 
 
 BACKWARD = define(
     f"kernelized_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor denominators, Tensor sums, Tensor level, Tensor count, "
-    f"{_RULE}) -> (Tensor, Tensor, Tensor)",
+    f"{RULE}) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
     pytorch=_pytorch_backward,
     native=_native_backward,
@@ -229,6 +229,11 @@ def _gradients(
 _FORWARD = Differentiable(FORWARD, 1, _save, _gradients)
 fold_vmap(FORWARD, weights=(9, 10))
 fold_vmap(BACKWARD, weights=(10, 11))
+
+
+def rule_arguments(rule: KernelizedRule, *, is_causal: bool) -> tuple[Any, ...]:
+    """The last arguments of the operators."""
+    return _Rule.of(rule, is_causal)
 
 
 def attend(inputs: Inputs, rule: KernelizedRule, past: Sums, *, return_sums: bool, needs_gradient: bool) -> tuple[Tensor, Sums]:

@@ -5,10 +5,13 @@ So they can be drawn for any length, in any order and on any device, with the sa
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 _AT_ONCE = 2**14  # numbers of a sample to go through at a time
+_KEPT = 16  # samples that are remembered
 
 
 def head_keys(heads: int, seed: int) -> Tensor:
@@ -59,15 +62,36 @@ def reservoir_samples(keys: Tensor, count: int, total: int) -> Tensor:
     return torch.cat([none, _taken(keys, count, 0, total)], dim=1).cummax(1).values
 
 
-def reservoir_samples_at(keys: Tensor, count: int, totals: Tensor) -> Tensor:
-    """Those of `reservoir_samples` at a few n, in ascending order: (keys, totals, count). Needs little memory for large n."""
-    found = totals.new_empty(len(keys), len(totals), count)
-    sample, start = totals.new_full((len(keys), count), -1), 0
-    for place, total in enumerate(totals.tolist()):
+class RunningSamples:
+    """Those of `reservoir_samples` at a few n, each made from the last one before it, if that is known."""
+
+    def __init__(self, keys: Tensor, count: int) -> None:
+        self._keys, self._count = keys, count
+        self._known = {0: keys.new_full((len(keys), count), -1)}
+
+    def at(self, totals: Tensor) -> Tensor:
+        """The samples of the first n numbers, for n in `totals`, in ascending order: (keys, totals, count)."""
+        if not totals.numel():
+            return totals.new_empty(len(self._keys), 0, self._count)
+        return torch.stack([self._sample(total) for total in totals.tolist()], dim=1).to(totals.device)
+
+    def _sample(self, total: int) -> Tensor:
+        known = self._known  # replaced as a whole, since threads share it
+        start = max(n for n in known if n <= total)
+        sample = known[start]
         for first in range(start, total, _AT_ONCE):
-            sample = sample.maximum(_taken(keys, count, first, min(first + _AT_ONCE, total)).amax(1))
-        found[:, place], start = sample, total
-    return found
+            sample = sample.maximum(_taken(self._keys, self._count, first, min(first + _AT_ONCE, total)).amax(1))
+        if start != total:
+            latest = sorted({*known, total} - {0})[-_KEPT:]
+            self._known = {n: sample if n == total else known[n] for n in (0, *latest)}
+        return sample
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def running_samples(keys: tuple[int, ...], count: int) -> RunningSamples:
+    """The samples of these hash keys, the same object in every call."""
+    return RunningSamples(torch.tensor(keys), count)
 
 
 def _taken(keys: Tensor, count: int, first: int, last: int) -> Tensor:
