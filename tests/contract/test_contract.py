@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines import clustered, hybrid
+from subquad.engines import hybrid
 from subquad.engines.block_sparse import softmax
+from subquad.ops.clustered import rows
 from subquad.ops.kernelized import pytorch
 from subquad.testing import MechanismContract
 from subquad.testing.contract import Oracle
@@ -31,7 +32,7 @@ class TestManyPieces(Oracle):
         monkeypatch.setattr(pytorch, "_PIECE_FEATURES", 1)
         monkeypatch.setattr(pytorch, "_MIN_PIECE_ROWS", 1)
         monkeypatch.setattr(softmax, "_PIECE", 1)
-        monkeypatch.setattr(clustered, "_PIECE", 1)
+        monkeypatch.setattr(rows, "_PIECE", 1)
         monkeypatch.setattr(hybrid, "_PIECE_PAIRS", 1)
         monkeypatch.setattr(hybrid, "_SHORT", 0)
 
