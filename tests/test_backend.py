@@ -73,7 +73,7 @@ def test_modules_and_their_weights():
         ({"key": [1.0]}, sq.InputError),
         ({"key": torch.eye(4).to_sparse()}, sq.InputError),
         ({"method": "reformer"}, sq.InputError),
-        ({"state": "a state", "is_causal": True}, sq.InputError),
+        ({"state": "a state", "is_causal": True}, sq.StateError),
     ],
 )
 def test_the_errors_of_attention(change, error):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines import clustered, hybrid
+from subquad.engines import hybrid
+from subquad.ops.clustered import rows
 from subquad.ops.kernelized import pytorch
 from subquad.ops.tiles import pytorch as tiles
 from subquad.testing import MechanismContract
@@ -31,7 +32,7 @@ class TestManyPieces(Oracle):
         monkeypatch.setattr(pytorch, "_PIECE_FEATURES", 1)
         monkeypatch.setattr(pytorch, "_MIN_PIECE_ROWS", 1)
         monkeypatch.setattr(tiles, "_PIECE", 1)
-        monkeypatch.setattr(clustered, "_PIECE", 1)
+        monkeypatch.setattr(rows, "_PIECE", 1)
         monkeypatch.setattr(hybrid, "_PIECE_PAIRS", 1)
         monkeypatch.setattr(hybrid, "_SHORT", 0)
 

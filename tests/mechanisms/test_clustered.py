@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines import clustered
 from subquad.families.random_features import gaussian
+from subquad.ops.clustered import kmeans, operator, pytorch
 from tests.harness import Largest, assert_close, inputs
 
 
@@ -26,7 +26,7 @@ def test_with_all_keys_exact_it_is_softmax(queries, keys, clusters):
 @torch.no_grad()
 def test_alone_in_its_cluster_a_query_is_served_exactly(topk):
     x = inputs(40)
-    code = clustered._sign(x.query @ gaussian(64, 5, 0).mT)
+    code = kmeans._sign(x.query @ gaussian(64, 5, 0).mT)
     assert all(len(head.unique(dim=0)) == 40 for head in code.flatten(0, 1))
     found = sq.attention(x.query, x.key, x.value, sq.Clustered(clusters=40, topk=topk, bits=64))
     assert_close(found, sq.attention(x.query, x.key, x.value))
@@ -62,26 +62,26 @@ def test_k_means_by_hand():
     near = a.clone()
     near[0] = -1
     code = torch.stack([near, -a, -a, a, -a, a])[None, None]
-    assert clustered.assign(code, None, 2, 0).tolist() == [[[0, 0, 0, 1, 0, 1]]]
-    assert clustered.assign(code, None, 2, 3).tolist() == [[[1, 0, 0, 1, 0, 1]]]
-    assert clustered.assign(code, torch.tensor([[True, False, False, True, True, True]]), 2, 0).tolist() == [
+    assert operator.ASSIGN(code, None, 2, 0).tolist() == [[[0, 0, 0, 1, 0, 1]]]
+    assert operator.ASSIGN(code, None, 2, 3).tolist() == [[[1, 0, 0, 1, 0, 1]]]
+    assert operator.ASSIGN(code, torch.tensor([[True, False, False, True, True, True]]), 2, 0).tolist() == [
         [[0, 1, 1, 0, 1, 0]]
     ]
 
 
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
 def test_the_nearest_is_the_first_largest(integer):
-    code, centroid = (clustered._sign(torch.randn(2, 3, n, 6)) for n in (50, 20))
+    code, centroid = (kmeans._sign(torch.randn(2, 3, n, 6)) for n in (50, 20))
     agreement, precedence = code @ centroid.mT, 19 - torch.arange(20, dtype=integer)
     assert ((agreement == agreement.amax(-1, keepdim=True)).sum(-1) > 1).any()
-    assert torch.equal(clustered._nearest(code, centroid, precedence), agreement.argmax(-1))
+    assert torch.equal(kmeans._nearest(code, centroid, precedence), agreement.argmax(-1))
 
 
 def test_ties_go_to_the_first():
     same = torch.ones(1, 1, 5, 8)
-    assert (clustered.assign(same, None, 3, 4) == 0).all()
+    assert (operator.ASSIGN(same, None, 3, 4) == 0).all()
     scores = torch.tensor([[1.0, 3.0, 1.0, 2.0, 1.0], [0.0] * 5])
-    assert clustered._top_indices(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
+    assert pytorch._top_indices(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
 
 
 def test_pads_of_queries_shape_nothing_and_keep_their_content():
