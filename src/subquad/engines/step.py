@@ -114,12 +114,14 @@ def find(state: object) -> PreparedStep | None:
 
 def is_step(call: Call) -> bool:
     """Whether a checked call may be a prepared step: one token for each sequence, no masks, no gradients."""
+    if torch.compiler.is_compiling():  # which sees a constant in the weights of a plain function
+        return False
     tensors = (call.query, call.key, call.value, *call.weights.values())
     if call.state is None or not call.return_state or call.query.shape[2] != 1 or not call.query.numel():
         return False
     if call.key_padding_mask is not None or call.attn_mask is not None or call.global_mask is not None or call.dropout_p:
         return False
-    if call.hidden is not None or torch.compiler.is_compiling() or not _is_plain_call():
+    if call.hidden is not None or not _is_plain_call():
         return False
     held = [rows(x) for x in call.state.tensors.values()]
     has_adjacent_channels = all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors[:3])
