@@ -37,9 +37,7 @@ def recorded(mechanism, dtype=torch.float64):
         return run
 
     torch._dynamo.reset()
-    torch.compile(lambda *x: call(x[:3], mechanism, state.donate())[0], backend=backend, fullgraph=True)(
-        *tensors(1, 1, dtype)
-    )
+    torch.compile(lambda *x: call(x[:3], mechanism, state.donate())[0], backend=backend, fullgraph=True)(*tensors(1, 1, dtype))
     [arguments] = found
     return arguments
 

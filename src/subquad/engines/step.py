@@ -1,7 +1,7 @@
 """Decode steps of one token per sequence, prepared: what depends on shapes, precision and options is worked out once.
 
-The first step of a sequence is checked like any call. The state that it returns keeps the `PreparedStep`, and the next call uses
-it if its arguments are alike. In all other calls the state is continued as usual.
+The first step of a sequence is checked like any call. The state that it returns keeps the `PreparedStep`, and the next call
+uses it if its arguments are alike. In all other calls the state is continued as usual.
 
 B batch, H query heads, K key-value heads, D channels, Dv value channels.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from subquad.engines.call import Call
+from subquad.growing_tensor import GrowingTensor
 from subquad.ops import dispatch
 from subquad.ops.precision import needs_gradient
 from subquad.state import (
-    GrowingTensor,
     State,
     StateTensors,
     continued,
@@ -72,7 +72,7 @@ class PreparedStep:
         key: Tensor,
         value: Tensor,
         scale: object,
-        weights: Mapping[str, Tensor] | None,
+        weights: Mapping[str, Tensor | None] | None,
         *,
         enable_gqa: object = True,
     ) -> bool:

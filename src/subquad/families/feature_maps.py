@@ -146,7 +146,9 @@ class LearnedKernelized(Kernelized):
 
     def step(self, call: Call) -> Step | None:
         require_positive_scale(call.scale, self.info.name)
-        inner = super().step(replace(call, query=self._project(call.query, call, "query"), key=self._project(call.key, call, "key")))
+        inner = super().step(
+            replace(call, query=self._project(call.query, call, "query"), key=self._project(call.key, call, "key"))
+        )
         return None if inner is None else _ProjectedStep(inner, partial(self._project, call=call))
 
     def _project(self, x: Tensor, call: Call, side: Literal["query", "key"]) -> Tensor:

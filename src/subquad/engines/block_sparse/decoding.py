@@ -149,7 +149,9 @@ class _SparseStep(Step):
         assert isinstance(held, Tensor)
         count = held if may_overwrite else held.clone(memory_format=torch.contiguous_format)
         layout, run, selected = self._prepared(seen, count)
-        segments = {} if layout.segments is None else {name: _adjacent(rows(past[name])) for name in layout.segments.STATE_NAMES}
+        segments = (
+            {} if layout.segments is None else {name: _adjacent(rows(past[name])) for name in layout.segments.STATE_NAMES}
+        )
         starts = count.clone() if layout.segments is not None and _completes(layout.segments.size, count) else None
         grown = append_row(past, ("key", "value", "number"))
         length, buffers = grown["key"].length, {name: x.buffer for name, x in grown.items()}
@@ -187,7 +189,9 @@ def _row_rule(key_set: KeySet, heads: Heads) -> RowRule | None:
     """What the kernel calls this set of keys; None if it does not have it."""
     match key_set:
         case Window():
-            return RowRule("window", key_set.dilation, -1 if key_set.before is None else key_set.before, key_set.without_self, heads)
+            return RowRule(
+                "window", key_set.dilation, -1 if key_set.before is None else key_set.before, key_set.without_self, heads
+            )
         case Blocks():
             return RowRule("blocks", key_set.size, key_set.before, -1 if key_set.ends is None else key_set.ends, heads)
         case BlockEnds():

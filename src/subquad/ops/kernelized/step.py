@@ -51,15 +51,15 @@ class Step:
         if getattr(self, "_handle", None):
             self._release(self._handle)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, past: Mapping[str, Any], *, in_place: bool) -> tuple[Tensor, Any]:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, past: Mapping[str, Any], *, in_place: bool
+    ) -> tuple[Tensor, Any]:
         """The output (B, H, 1, Dv) and the sums with this token: those of `past`, changed, if `in_place`."""
         out = query.new_empty(self._shape)
         sums = past if in_place else {name: out.new_empty(shape) for name, shape in self._shapes.items()}
         before = [past[name].data_ptr() if name in past else None for name in _NAMES]
         after = before if in_place else [sums[name].data_ptr() if name in sums else None for name in _NAMES]
-        result = self._run(
-            self._handle, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), *before, *after
-        )
+        result = self._run(self._handle, query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), *before, *after)
         if result:
             raise native_call.error(result, "step", {"query": query, "key": key, "value": value})
         return out, sums

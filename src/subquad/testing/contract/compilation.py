@@ -109,7 +109,6 @@ class Compilation(Contract):
             outs.append(out)
         assert_close(torch.cat(outs, dim=2), case.run(x, is_causal=True))
 
-
     @usual_options_only
     @requires(is_traceable, has_constant_state, decode=True)
     @pytest.mark.parametrize("donate", [False, True])

@@ -79,8 +79,8 @@ class Decoding(Contract):
             expected = case.run(x, is_causal=True)
         assert_close(found, expected)
         if grad:
-            grads = [torch.autograd.grad(out.square().sum(), x.value)[0] for out in (found, expected)]
-            assert_close(*grads)
+            ours, theirs = (torch.autograd.grad(out.square().sum(), x.value)[0] for out in (found, expected))
+            assert_close(ours, theirs)
 
     @requires(decode=True, key_padding_mask=True)
     @torch.no_grad()
