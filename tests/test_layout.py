@@ -15,7 +15,7 @@ from subquad.mechanisms import MECHANISMS
 ROOT = Path(sq.__file__).parent
 # A module may import from the rooms before its own, and from its own; in function bodies too.
 ROOMS = [
-    {"errors", "masks", "rotary", "state", "runs"},
+    {"errors", "growing_tensor", "masks", "rotary", "state", "runs"},
     {"ops"},
     {"engines"},
     {"families"},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.state import GrowingTensor
+from subquad.growing_tensor import GrowingTensor
 
 
 def call(method, x, state=None):

@@ -141,8 +141,8 @@ class MechanismModule(nn.Module):
         `hidden` (B, M, dim): the hidden states that the keys were projected from, for mechanisms that use them.
         """
         if hidden is None and (prepared := step.find(options.get("state"))) is not None and _is_plain_step(options):
-            weights = {**(self._lender or self)._parameters, **self._buffers}
-            if prepared.takes(self.method, query, key, value, options.get("scale"), weights):  # type: ignore[arg-type]
+            held = {**(self._lender or self)._parameters, **self._buffers}
+            if prepared.takes(self.method, query, key, value, options.get("scale"), held):
                 return prepared.run(options["state"], query, key, value)
         checks.options(options)
         checks.tensors(query, key, value, enable_gqa=True)

@@ -49,7 +49,7 @@ class Call:
 
     @property
     def is_donated_step(self) -> bool:
-        """Whether one token for each sequence, no pads, continues a donated state in a traced call, where operators take part."""
+        """Whether a traced call continues a donated state with one token for each sequence, without pads."""
         if not torch.compiler.is_compiling() or self.state is None or not self.return_state:
             return False
         return is_donated(self.state) and self.query.shape[2] == 1 and self.key_padding_mask is None

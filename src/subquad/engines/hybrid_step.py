@@ -19,7 +19,7 @@ from subquad.engines.call import Call
 from subquad.engines.hybrid import HybridRule, room
 from subquad.engines.step import StateView, Step
 from subquad.ops.precision import compute_dtype
-from subquad.state import StateTensors
+from subquad.state import StateTensors, rows
 
 
 def prepare_step(call: Call, rule: HybridRule) -> Step | None:
@@ -36,9 +36,7 @@ class _HybridStep(Step):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, past: StateView, seen: int, *, may_overwrite: bool
     ) -> tuple[Tensor, StateTensors, bool]:
-        S, old_key, old_value, count = (past[name] for name in ("S", "key", "value", "count"))
-        assert isinstance(S, Tensor) and isinstance(old_key, Tensor) and isinstance(old_value, Tensor)
-        assert isinstance(count, Tensor)
+        S, old_key, old_value, count = (rows(past[name]) for name in ("S", "key", "value", "count"))
         kept = old_key.shape[2]
         if (more := room(self._rule, seen + 1) - kept) > 0:
             old_key, old_value, kept = F.pad(old_key, (0, 0, more, 0)), F.pad(old_value, (0, 0, more, 0)), kept + more

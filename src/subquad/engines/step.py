@@ -1,7 +1,7 @@
 """Decode steps of one token per sequence, prepared: what depends on shapes, precision and options is worked out once.
 
-The first step of a sequence is checked like any call. The state that it returns keeps the `PreparedStep`, and the next call uses
-it if its arguments are alike. In all other calls the state is continued as usual.
+The first step of a sequence is checked like any call. The state that it returns keeps the `PreparedStep`, and the next call
+uses it if its arguments are alike. In all other calls the state is continued as usual.
 
 B batch, H query heads, K key-value heads, D channels, Dv value channels.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from subquad.engines.call import Call
+from subquad.growing_tensor import GrowingTensor
 from subquad.ops import dispatch
 from subquad.ops.precision import needs_gradient
 from subquad.state import (
-    GrowingTensor,
     State,
     StateTensors,
     continued,
@@ -72,7 +72,7 @@ class PreparedStep:
         key: Tensor,
         value: Tensor,
         scale: object,
-        weights: Mapping[str, Tensor] | None,
+        weights: Mapping[str, Tensor | None] | None,
         *,
         enable_gqa: object = True,
     ) -> bool:
@@ -114,12 +114,14 @@ def find(state: object) -> PreparedStep | None:
 
 def is_step(call: Call) -> bool:
     """Whether a checked call may be a prepared step: one token for each sequence, no masks, no gradients."""
+    if torch.compiler.is_compiling():  # which sees a constant in the weights of a plain function
+        return False
     tensors = (call.query, call.key, call.value, *call.weights.values())
     if call.state is None or not call.return_state or call.query.shape[2] != 1 or not call.query.numel():
         return False
     if call.key_padding_mask is not None or call.attn_mask is not None or call.global_mask is not None or call.dropout_p:
         return False
-    if call.hidden is not None or torch.compiler.is_compiling() or not _is_plain_call():
+    if call.hidden is not None or not _is_plain_call():
         return False
     held = [rows(x) for x in call.state.tensors.values()]
     has_adjacent_channels = all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors[:3])

@@ -17,7 +17,8 @@ from torch import Tensor
 from subquad.engines.call import Call
 from subquad.engines.state_spec import Rows, TensorSpec
 from subquad.engines.step import StateView
-from subquad.state import GrowingTensor, StateTensors, rows
+from subquad.growing_tensor import GrowingTensor
+from subquad.state import StateTensors, rows
 
 _STEP = 256  # tokens that continue a state at a time; their mask over all keys of the state stays small
 _MIN_ROWS = 64  # dropping fewer rows is not worth a copy

@@ -67,7 +67,7 @@ class RowsStep:
         views = dict(zip(_TOKEN, (query, key, value, query.new_empty(self._shape)), strict=True))
         views |= dict(zip(("extra_key", "extra_value"), self._extra, strict=False))
         pointers: dict[str, Any] = dict(zip(("rule", "rule_heads"), self._rule, strict=True))
-        self._call = native_call.arguments(_Call, {**numbers, "scale": scale}, views, pointers, 0)  # type: ignore[arg-type, dict-item]
+        self._call = native_call.arguments(_Call, {**numbers, "scale": scale}, views, pointers, 0)
         self._work_of_row = query.shape[:2].numel() * (key.shape[3] + value.shape[3])
         library = native_library.load()
         self._run = getattr(library, f"subquad_rows_step_{native_call.dtype_name(query)}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from subquad.errors import StateError
 from subquad.state import State
 from subquad.testing.assertions import assert_close
 from subquad.testing.cases import BATCH, DIM, HEADS, VALUE_DIM, WIDTH, Case, Inputs, inputs
@@ -20,6 +22,11 @@ LENGTH = 70
 
 def is_traceable(case: Case) -> str:
     return case.info.graph_breaks
+
+
+def has_constant_state(case: Case) -> str:
+    """All its tensors have the same shape after every token."""
+    return "" if case.info.engine in ("kernelized", "hybrid") else "the state has as many rows as tokens, up to a limit"
 
 
 def compiled(case: Case, is_causal: bool, backend: str | Callable[..., Any], **sizes: int) -> Callable[..., Any]:
@@ -101,6 +108,35 @@ class Compilation(Contract):
             out, state = run(*piece, state)
             outs.append(out)
         assert_close(torch.cat(outs, dim=2), case.run(x, is_causal=True))
+
+    @usual_options_only
+    @requires(is_traceable, has_constant_state, decode=True)
+    @pytest.mark.parametrize("donate", [False, True])
+    @torch.no_grad()
+    def test_one_graph_for_all_positions(self, case: Case, donate: bool) -> None:
+        x, module, graphs = inputs(LENGTH, heads=1), case.build(heads=1), []
+
+        def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+            graphs.append(graph)
+            return graph.forward
+
+        def step(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, state: State) -> Any:
+            given = state.donate() if donate else state
+            return case.run(Inputs(query, key, value, hidden), module, is_causal=True, state=given, return_state=True)
+
+        torch._dynamo.reset()
+        run: Callable[..., Any] = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+        first = x.tokens(0, LENGTH - 6)
+        _, state = case.run(first, is_causal=True, return_state=True)
+        outs = []
+        for start in range(LENGTH - 6, LENGTH):
+            before, (out, state) = state, run(*x.tokens(start, start + 1), state)
+            outs.append(out)
+            if donate:
+                with pytest.raises(StateError, match="was donated"):
+                    before.clone()
+        assert_close(torch.cat(outs, dim=2), case.run(x, is_causal=True)[:, :, LENGTH - 6 :])
+        assert len(graphs) == 1
 
 
 class FakeTensors(Contract):

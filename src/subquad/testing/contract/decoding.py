@@ -1,4 +1,4 @@
-"""Point 8: parallel = chunked = one step at a time; a state can be cloned, rolled back, re-ordered and saved."""
+"""Point 8: parallel = chunked = one step at a time; a state can be cloned, rolled back, re-ordered, saved and donated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from subquad.errors import SubquadError
+from subquad.errors import StateError, SubquadError
 from subquad.state import State
 from subquad.testing.assertions import assert_close
 from subquad.testing.cases import Case, Inputs, inputs
@@ -26,14 +26,21 @@ every_way = pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 
 
 def feed(
-    case: Case, x: Inputs, pieces: Sequence[int], state: State | None = None, real: Tensor | None = None
+    case: Case,
+    x: Inputs,
+    pieces: Sequence[int],
+    state: State | None = None,
+    real: Tensor | None = None,
+    *,
+    donate: bool = False,
 ) -> tuple[Tensor, State]:
-    """Outputs and the last state, fed in `pieces`."""
+    """Outputs and the last state, fed in `pieces`; with `donate`, each call may overwrite the state that it continues."""
     outs, start = [], 0
     for length in pieces:
         end = start + length
         mask = None if real is None else real[:, start:end]
-        out, state = case.run(x.tokens(start, end), is_causal=True, state=state, return_state=True, key_padding_mask=mask)
+        before = state.donate() if donate and state is not None else state
+        out, state = case.run(x.tokens(start, end), is_causal=True, state=before, return_state=True, key_padding_mask=mask)
         outs.append(out)
         start = end
     assert state is not None
@@ -61,6 +68,28 @@ class Decoding(Contract):
         real[0, :70] = False
         found, _ = feed(case, x, pieces, real=real)
         assert_close(found, case.run(x, is_causal=True, key_padding_mask=real))
+
+    @requires(decode=True)
+    @every_way
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_donated_states_equal_the_whole(self, case: Case, pieces: list[int], grad: bool) -> None:
+        x = inputs(TOKENS, grad=grad)
+        with torch.set_grad_enabled(grad):
+            found, _ = feed(case, x, pieces, donate=True)
+            expected = case.run(x, is_causal=True)
+        assert_close(found, expected)
+        if grad:
+            ours, theirs = (torch.autograd.grad(out.square().sum(), x.value)[0] for out in (found, expected))
+            assert_close(ours, theirs)
+
+    @requires(decode=True, key_padding_mask=True)
+    @torch.no_grad()
+    def test_donated_states_with_pads(self, case: Case) -> None:
+        x, real = inputs(40), torch.ones(2, 40, dtype=torch.bool)
+        real[0, :9] = False
+        _, state = feed(case, x.tokens(0, 20), [20], real=real[:, :20])
+        found, _ = feed(case, x.tokens(20, 40), [1] * 20, state, donate=True)
+        assert_close(found, case.run(x, is_causal=True, key_padding_mask=real)[:, :, 20:])
 
     @requires(decode=True, key_padding_mask=True)
     @torch.no_grad()
@@ -120,6 +149,34 @@ class States(Contract):
         after = state.state_dict()
         assert before["tensors"]
         assert all(torch.equal(before["tensors"][name], after["tensors"][name]) for name in before["tensors"])
+
+    @requires(decode=True)
+    @torch.no_grad()
+    def test_a_donated_state_changes_no_other(self, case: Case) -> None:
+        """Whatever is donated later, a state that is not can be continued."""
+        x, other = inputs(40), inputs(40, seed=9)
+        _, state = feed(case, x.tokens(0, 20), [13] + [1] * 7)
+        copy = state.clone()
+        _, later = feed(case, other.tokens(0, 2), [1, 1], state)
+        feed(case, other.tokens(2, 40), [1] * 38, later, donate=True)
+        for kept in (state, copy):
+            found, _ = feed(case, x.tokens(20, 40), [1] * 20, kept)
+            assert_close(found, case.run(x, is_causal=True)[:, :, 20:])
+
+    @requires(decode=True)
+    @torch.no_grad()
+    def test_a_donated_state_is_used_once(self, case: Case) -> None:
+        x = inputs(30)
+        _, state = feed(case, x.tokens(0, 20), [18, 1, 1])
+        bad = Inputs(x.query[:, :, :1], x.key[:, :, :2], x.value[:, :, :2], x.hidden[:, :2])
+        donated = state.donate()
+        with pytest.raises(SubquadError):
+            case.run(bad, is_causal=True, state=donated)
+        found, _ = feed(case, x.tokens(20, 30), [1] * 10, donated, donate=True)
+        assert_close(found, case.run(x, is_causal=True)[:, :, 20:])
+        for used in (state, donated):
+            with pytest.raises(StateError, match="was donated"):
+                case.run(x.tokens(20, 21), is_causal=True, state=used, return_state=True)
 
     @requires(decode=True)
     @torch.no_grad()
