@@ -6,7 +6,7 @@
 
 namespace subquad {
 
-enum Kind { ELU, IDENTITY, UNIT, EXPONENTIAL, RELU, SOFTMAX, TRIGONOMETRIC };
+enum Kind { ELU, IDENTITY, UNIT, EXPONENTIAL, RELU, SOFTMAX, TRIGONOMETRIC, HEDGEHOG };
 enum Normalizer { SUM, MEAN, NONE, CHANNEL, SIGNED };
 
 struct Call {
@@ -16,7 +16,7 @@ struct Call {
     View query, key, value, out, grad, d_query, d_key, d_value;
     const uint8_t* mask;   // (B, M), contiguous; null: no pads
     void* denominators;    // (B, H, N); null: not wanted
-    const void* weight;    // (F, D); TRIGONOMETRIC (K, F / 2, D)
+    const void* weight;    // (F, D); TRIGONOMETRIC (K, F / 2, D); null: the identity
     const void* bias;      // (F,)
     const void* sums_in;   // (B, K, F, E), or E + 1 if there are ones; null: no past
     const void* level_in;  // (B, K, 1 or F)
