@@ -23,7 +23,7 @@ from subquad.errors import InputError
 from subquad.families.base import Sizes
 from subquad.families.kernelized import Kernelized
 from subquad.masks import zero_pads
-from subquad.ops.feature_map import FeatureMap, NativeKind, NativeMap, known_map
+from subquad.ops.feature_map import NativeKind, NativeMap, known_map
 from subquad.ops.kernelized import KernelizedRule
 from subquad.ops.precision import upcast
 from subquad.state import StateTensors
@@ -57,17 +57,6 @@ class LearnedMap(ABC):
         if weight is not None:
             x = x @ weight.to(x.dtype)
         return x if bias is None else x + bias.to(x.dtype).unsqueeze(1)
-
-    def feature_map(self, call: Call, *, is_projected: bool = False) -> FeatureMap:
-        """The map for this call; `is_projected` says that its queries and keys have been projected already."""
-        found = known_map(NativeMap(self.kind), self.channels(call.query.shape[-1]))
-        if is_projected:
-            return found
-        return FeatureMap(
-            query=lambda x: found.query(self.project(x, call, "query")),
-            key=lambda x: found.key(self.project(x, call, "key")),
-            features=found.features,
-        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,8 @@ class LearnedKernelized(Kernelized):
         return self.learned_map.parameters(sizes)
 
     def rule(self, call: Call) -> KernelizedRule:
-        return KernelizedRule(feature_map=self.learned_map.feature_map(call, is_projected=True))
+        channels = self.learned_map.channels(call.query.shape[-1])
+        return KernelizedRule(feature_map=known_map(NativeMap(self.learned_map.kind), channels))
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         """Projects queries and keys here, because each query head has weights of its own and the engine groups query heads."""

@@ -23,6 +23,30 @@ def recomputed_gradients(
     return [next(found) if is_needed else None for is_needed in needed]
 
 
+def gradients_of_gradients(
+    forward: Callable[..., Tensor], grad: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The gradients of `grad` and `inputs`, from those of the gradients of `inputs`.
+
+    `forward` computes the output from `inputs` again with PyTorch operations; `grad` is the gradient of that output, `grads`
+    those of what a backward pass returned.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        grad, *inputs = (x if x.requires_grad else x.detach().requires_grad_() for x in (grad, *inputs))
+        out = forward(*inputs)
+        first = torch.autograd.grad(out, inputs, grad.to(out.dtype), create_graph=True, materialize_grads=True)
+        recorded = [(x, g) for x, g in zip(first, grads, strict=True) if x.requires_grad]
+        return torch.autograd.grad(
+            [x for x, _ in recorded],
+            [grad, *inputs],
+            [g.to(x.dtype) for x, g in recorded],
+            create_graph=create_graph,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+
 def forbid_double_backward(grads: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """`grads`, which depend on `inputs`; differentiating them raises an error."""
     if not torch.is_grad_enabled():

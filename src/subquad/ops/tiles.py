@@ -120,12 +120,7 @@ class CompiledSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(groups: Sequence[TileGroup], length: int, scale: float, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`_` is `differentiable(groups)`."""
-        groups = [_as_kernel_reads(group) for group in groups]
-        query, value = groups[0].query, groups[0].value
-        out = advise_huge_pages(query.new_empty(query.shape[0] * query.shape[2], length, value.shape[-1]))
-        top, total = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
-        _call("tiles_forward", groups, [{} for _ in groups], scale, {"out": out, "top": top, "sum": total})
-        return out, top, total
+        return forward(groups, length, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -136,14 +131,8 @@ class CompiledSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         out, top, total, *saved = ctx.saved_tensors
-        groups = [_as_kernel_reads(group) for group in saved_groups(ctx, saved)]
-        grads = []
-        for group in groups:
-            query, key, value = (advise_huge_pages(torch.empty_like(x)) for x in (group.query, group.key, group.value))
-            grads.append({"d_query": query, "d_key": key.zero_(), "d_value": value.zero_()})
-        results = {"out": out, "top": top, "sum": total, "grad": grad.contiguous().resolve_neg()}
-        _call("tiles_backward", groups, grads, ctx.scale, results)
-        return None, None, None, *forbid_double_backward([g for found in grads for g in found.values()], [grad, *saved])
+        grads = backward(grad, saved_groups(ctx, saved), out, top, total, ctx.scale)
+        return None, None, None, *forbid_double_backward(grads, [grad, *saved])
 
 
 def _as_kernel_reads(group: TileGroup) -> TileGroup:
@@ -207,3 +196,25 @@ def _tile_structure(tile: Tile) -> Any:
 def _stride(x: Tensor, dim: int) -> int:
     """0 where one entry serves all."""
     return 0 if x.shape[dim] == 1 else x.stride(dim)
+
+
+def forward(groups: Sequence[TileGroup], length: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The output (R, N, E), the largest score of each row and `sum e^(score - largest)`, (R, N); both are 0 for empty rows."""
+    groups = [_as_kernel_reads(group) for group in groups]
+    query, value = groups[0].query, groups[0].value
+    out = advise_huge_pages(query.new_empty(query.shape[0] * query.shape[2], length, value.shape[-1]))
+    top, total = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
+    _call("tiles_forward", groups, [{} for _ in groups], scale, {"out": out, "top": top, "sum": total})
+    return out, top, total
+
+
+def backward(grad: Tensor, groups: Sequence[TileGroup], out: Tensor, top: Tensor, total: Tensor, scale: float) -> list[Tensor]:
+    """The gradients of query, key and value of each group, from that of the output and what `forward` returned."""
+    groups = [_as_kernel_reads(group) for group in groups]
+    grads = []
+    for group in groups:
+        query, key, value = (advise_huge_pages(torch.empty_like(x)) for x in (group.query, group.key, group.value))
+        grads.append({"d_query": query, "d_key": key.zero_(), "d_value": value.zero_()})
+    results = {"out": out, "top": top, "sum": total, "grad": grad.contiguous().resolve_neg()}
+    _call("tiles_backward", groups, grads, scale, results)
+    return [g for found in grads for g in found.values()]

@@ -13,12 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.ops.precision import upcast
+from subquad.ops.sparse.block_tiles import sliding_blocks, window_tiles
 from subquad.ops.tiles import MASKED, Tile, TileGroup, additive_mask
 
 
@@ -97,7 +99,7 @@ class Window(KeySet):
 
     def tile_groups(self, x: Tokens) -> list[TileGroup]:
         if self.dilation == 1:
-            return [x.tile_group(_cached(_window_tiles, x, self, x.length))]
+            return [x.tile_group(_cached(_tiles_of_window, x, self, x.length))]
         # Viewed as (steps, dilation), the tokens of one column are consecutive steps.
         dilation = min(self.dilation, x.length)
         steps = -(-x.length // dilation)
@@ -110,7 +112,7 @@ class Window(KeySet):
         if total > x.length:
             bias = F.pad(key.new_zeros(1, x.length) if bias is None else bias, (0, total - x.length), value=MASKED)
         bias = None if bias is None else bias.unflatten(1, (steps, dilation)).mT
-        tiles = _cached(_window_tiles, x, self, steps)
+        tiles = _cached(_tiles_of_window, x, self, steps)
         return [TileGroup(query, key, value, tiles, token.reshape(1, total).clamp(max=x.length), bias)]
 
     def sees(self, i: Tensor, j: Tensor, heads: Tensor) -> Tensor:
@@ -233,23 +235,8 @@ def _build(build: Callable[..., tuple[Tile, ...]], *arguments: object) -> tuple[
 _build_once = lru_cache(maxsize=768)(torch.inference_mode(False)(_build))
 
 
-def _window_tiles(window: Window, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
-    """Blocks of queries, each with the keys from `before` its first query to `after` its last one."""
-    before = length - 1 if window.before is None else min(window.before, length - 1)
-    after = length - 1 if window.after is None else min(window.after, length - 1)
-    if not window.without_self and before == length - 1 and after in (0, length - 1):
-        return (Tile(0, length, 1, 0, 0, length, is_causal=after == 0 and length > 1),)
-    rows = min(_rows_per_block(before + after), length)
-    offset = torch.arange(rows + before + after, device=device) - torch.arange(rows, device=device)[:, None]  # j - i + before
-    allowed = (offset >= 0) & (offset <= before + after)
-    if window.without_self:
-        allowed &= offset != before
-    return _sliding_blocks(rows, before, after, length, additive_mask(allowed, dtype))
-
-
-def _rows_per_block(width: int) -> int:
-    """PyTorch's kernel takes 64 rows at a time from 192 on, 32 below; longer blocks read more keys that are masked."""
-    return 192 if width >= 384 else 64
+def _tiles_of_window(window: Window, *rest: Any) -> tuple[Tile, ...]:
+    return window_tiles(window.before, window.after, window.without_self, *rest)
 
 
 def _block_tiles(blocks: Blocks, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
@@ -266,28 +253,7 @@ def _block_tiles(blocks: Blocks, length: int, dtype: torch.dtype, device: torch.
         if blocks.ends is not None:
             allowed &= (j % size >= blocks.size - blocks.ends) | (i == j)
         mask = additive_mask(allowed, dtype)
-    return _sliding_blocks(size, before, after, length, mask)
-
-
-def _sliding_blocks(rows: int, before: int, after: int, length: int, mask: Tensor | None) -> tuple[Tile, ...]:
-    """Blocks of `rows` queries, each with the keys from `before` its first to `after` its last, as far as they exist.
-
-    `mask` (rows, before + rows + after) is that of a block whose keys all exist. These blocks are one tile.
-    """
-    starts = range(0, length, rows)
-    middle = [s for s in starts if s >= before and s + rows + after <= length]
-    found = []
-    for start in starts:
-        if middle and middle[0] < start <= middle[-1]:
-            continue
-        is_middle = bool(middle) and start == middle[0]
-        count, height = (len(middle), rows) if is_middle else (1, min(rows, length - start))
-        first, last = max(start - before, 0), min(start + rows + after, length)
-        cut = None
-        if mask is not None:
-            cut = mask[:height, first - start + before : last - start + before][None, None]
-        found.append(Tile(start, height, count, first, rows, last - first, cut))
-    return tuple(found)
+    return sliding_blocks(size, before, after, length, mask)
 
 
 def _end_tiles(ends: BlockEnds, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
