@@ -13,6 +13,12 @@ struct View {
     T* at(Index b, Index h, Index i) const {
         return static_cast<T*>(data) + b * batch + h * head + i * token;
     }
+    // The same tokens, the last one first.
+    template <class T>
+    void reverse(Index tokens) {
+        if (data) data = static_cast<T*>(data) + (tokens - 1) * token;
+        token = -token;
+    }
 };
 
 // Zeros up to whole vectors: a row that was multiplied by NaN has left NaN there.

@@ -38,7 +38,7 @@ struct Gradients {
         for (Index i = 0; i < n; ++i) {
             e[i] = 0;
             if (p.normalizer == CHANNEL || p.normalizer == NONE) continue;
-            const T denominator = p.denominators_of(b, h)[start + i];
+            const T denominator = p.of_row(p.call.denominators, b, h, start + i);
             const bool is_at_floor = p.normalizer == SIGNED && std::abs(denominator) == T(p.call.floor);
             if (p.has_sum() && !is_at_floor) e[i] = -inner(G[i], out[i], p.E) / denominator;
             divide(G[i], denominator, p.E);
@@ -65,6 +65,9 @@ void query_gradients(const Problem<T>& p, Gradients<T>& g, Queries<T>& q, const 
                 g.d_total[i][f] -= q.phi[i][f] * g.d_phi[i][f] * inverse;
             }
     }
+    // The factor e^log_mix on all weights of a query acts like one on its features.
+    for (Index i = 0; i < n && p.call.d_log_mix; ++i)
+        p.of_row(p.call.d_log_mix, b, h, start + i) = inner(q.phi[i], g.d_phi[i], p.F);
     const Rows<T> d_x = rows_at(g.d_x, p.call.d_query, b, h, start);
     map_gradient(p, d_x, g.d_phi, q.phi, q.x, n, true);
     write_back(g.d_x, d_x, p.call.d_query, b, h, start, n);

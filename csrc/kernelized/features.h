@@ -3,12 +3,11 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "kernelized/call.h"
 
 namespace subquad {
-
-constexpr double RELU_SHIFT = 1e-3;
 
 // Scales x to unit length, in place, and returns |x|. Divides by the largest entry first: squares could leave the number range.
 template <class T>
@@ -21,16 +20,47 @@ T to_unit_length(T* x, Index n) {
     return most * norm;
 }
 
+// softmax of n numbers, in place; they need not be padded to whole vectors.
+template <class T>
+void to_softmax(T* x, Index n) {
+    const T most = largest(x, n);
+    const Index whole = n / LANES<T> * LANES<T>;
+    exponentiate(x, whole, most);
+    T sum = total(x, whole);
+    if (whole < n) {
+        Vector<T> rest = {};
+        for (Index j = whole; j < n; ++j) rest[j - whole] = x[j] - most;
+        rest = exponential<T>(rest);
+        for (Index j = whole; j < n; ++j) sum += x[j] = rest[j - whole];
+    }
+    for (Index j = 0; j < n; ++j) x[j] /= sum;
+}
+
+// The gradient of n numbers from that of their softmax f, added to d_x times `sign`; rows need not be padded to whole vectors.
+template <class T>
+void add_softmax_gradient(T* d_x, const T* d, const T* f, Index n, T sign) {
+    const Index whole = n / LANES<T> * LANES<T>;
+    T along = inner(f, d, whole);
+    for (Index j = whole; j < n; ++j) along += f[j] * d[j];
+    for (Index j = 0; j < n; ++j) d_x[j] += sign * f[j] * (d[j] - along);
+}
+
 // phi (n x F) of x (n x D), up to a factor e^b for each row, which cancels for a query and is returned in `b` for a key.
 // The keys of SOFTMAX stay exponents, each channel with a level of its own.
 template <class T>
 void map_features(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Index n, Index head, bool is_query, T* b) {
     if (p.kind == EXPONENTIAL || p.kind == RELU) {
-        if (p.call.bias)
-            for (Index i = 0; i < n; ++i) std::memcpy(phi[i], p.call.bias, p.F * sizeof(T));
-        product(phi[0], phi.stride, x[0], x.stride, Index(1), p.weight_t[0], p.weight_t.stride, n, p.D, p.F,
-                p.call.bias != nullptr);
+        for (Index i = 0; i < n; ++i) {
+            if (p.call.bias) std::memcpy(phi[i], p.call.bias, p.F * sizeof(T));
+            if (p.call.weight) continue;
+            if (p.call.bias) add(phi[i], x[i], T(1), p.F);
+            else std::memcpy(phi[i], x[i], p.F * sizeof(T));
+        }
+        if (p.call.weight)
+            product(phi[0], phi.stride, x[0], x.stride, Index(1), p.weight_t[0], p.weight_t.stride, n, p.D, p.F,
+                    p.call.bias != nullptr);
     }
+    const T shift = p.call.constant;  // of RELU
     if (p.kind == TRIGONOMETRIC && p.call.weight) {
         const Matrix<T> unit(n, p.D);
         for (Index i = 0; i < n; ++i) {
@@ -65,10 +95,10 @@ void map_features(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Ind
             }
             case RELU:
                 for (Index j = 0; j < p.F; j += LANES<T>) {
-                    const Vector<T> v = vector(row + j), sum = (v < T(0) ? Vector<T>{} : v) + T(RELU_SHIFT);  // keeps a NaN
+                    const Vector<T> v = vector(row + j), sum = (v < T(0) ? Vector<T>{} : v) + shift;  // keeps a NaN
                     // However small v is, its feature is above the shift: that is how the gradient knows its sign.
-                    const Vector<T> above = Vector<T>{} + std::nextafter(T(RELU_SHIFT), T(1));
-                    vector(row + j) = v > T(0) ? (sum > T(RELU_SHIFT) ? sum : above) : sum;
+                    const Vector<T> above = Vector<T>{} + std::nextafter(shift, std::numeric_limits<T>::max());
+                    vector(row + j) = v > T(0) ? (sum > shift ? sum : above) : sum;
                 }
                 break;
             case TRIGONOMETRIC:
@@ -84,12 +114,15 @@ void map_features(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& x, Ind
             case SOFTMAX:
                 std::memcpy(row, x[i], p.D * sizeof(T));
                 if (is_query) {
-                    exponentiate(row, p.F, largest(row, p.F));
-                    std::fill(row + p.F, row + padded<T>(p.F), T(0));
-                    scale(row, 1 / total(row, p.F), p.F);
+                    to_softmax(row, p.F);
                 } else if (p.F == 1) {  // one channel: its exponent is that of the whole key
                     b[i] = row[0], row[0] = 1;
                 }
+                break;
+            case HEDGEHOG:
+                for (Index j = 0; j < p.D; ++j) row[j] = x[i][j], row[p.D + j] = -x[i][j];
+                to_softmax(row, p.D);
+                to_softmax(row + p.D, p.D);
                 break;
         }
         std::fill(row + p.F, row + padded<T>(p.F), T(0));
@@ -128,21 +161,28 @@ void map_gradient(const Problem<T>& p, const Rows<T>& d_x, const Rows<T>& d_phi,
                 }
                 break;
             case RELU:
-                for (Index j = 0; j < p.F; ++j) d[j] = f[j] <= T(RELU_SHIFT) ? T(0) : d[j];
+                for (Index j = 0; j < p.F; ++j) d[j] = f[j] <= T(p.call.constant) ? T(0) : d[j];
                 break;
             case TRIGONOMETRIC:
                 for (Index j = 0; j < p.D; ++j) d_x[i][j] = d[j] * f[p.D + j] - d[p.D + j] * f[j];
                 break;
-            case SOFTMAX: {
-                const T along = is_query ? inner(f, d, p.F) : T(0);
-                for (Index j = 0; j < p.F; ++j) d_x[i][j] = f[j] * (d[j] - along);
+            case SOFTMAX:
+                for (Index j = 0; j < p.F; ++j) d_x[i][j] = is_query ? T(0) : f[j] * d[j];
+                if (is_query) add_softmax_gradient(d_x[i], d, f, p.F, T(1));
                 break;
-            }
+            case HEDGEHOG:
+                std::fill(d_x[i], d_x[i] + p.D, T(0));
+                add_softmax_gradient(d_x[i], d, f, p.D, T(1));
+                add_softmax_gradient(d_x[i], d + p.D, f + p.D, p.D, T(-1));
+                break;
         }
     }
-    if (p.kind == EXPONENTIAL || p.kind == RELU)
-        product(d_x[0], d_x.stride, d_phi[0], d_phi.stride, Index(1), p.weight[0], p.weight.stride, n, p.F, p.D,
-                p.kind == EXPONENTIAL && !is_query);
+    if (p.kind != EXPONENTIAL && p.kind != RELU) return;
+    const bool adds = p.kind == EXPONENTIAL && !is_query;
+    if (p.call.weight)
+        product(d_x[0], d_x.stride, d_phi[0], d_phi.stride, Index(1), p.weight[0], p.weight.stride, n, p.F, p.D, adds);
+    for (Index i = 0; i < n && !p.call.weight; ++i)
+        for (Index j = 0; j < p.D; ++j) d_x[i][j] = d_phi[i][j] + (adds ? d_x[i][j] : T(0));
 }
 
 }  // namespace subquad

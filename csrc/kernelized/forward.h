@@ -32,6 +32,23 @@ void divide_by_total(const Problem<T>& p, const Rows<T>& phi, const Rows<T>& tot
         for (Index j = 0; j < p.F; ++j) phi[i][j] /= nonzero(total[i][j]);
 }
 
+// Merges the far part of a query, `numerator` / `denominator`, into its output, which is that of the near part. The near weights
+// are relative to e^top and add up to `sum`, both 0 if there are none; so are all weights afterwards. Far weights whose sum
+// underflows count as 0.
+template <class T>
+void merge(const Problem<T>& p, const T* numerator, T denominator, Index b, Index h, Index i) {
+    T &top = p.of_row(p.call.top, b, h, i), &sum = p.of_row(p.call.sum, b, h, i), *out = p.call.out.template at<T>(b, h, i);
+    const T log_far = static_cast<const T*>(p.call.log_mix)[h] + std::log(denominator);
+    const bool is_far = !(denominator < std::numeric_limits<T>::min() || log_far == NO_LEVEL<T>);  // or NaN
+    p.of_row(p.call.denominators, b, h, i) = is_far ? denominator : T(0);
+    if (!is_far) return;
+    const T level = sum == 0 || log_far > top ? log_far : top;
+    const T near = sum == 0 ? T(0) : sum * std::exp(top - level), far = std::exp(log_far - level);
+    top = level, sum = near + far;
+    const T near_share = near / sum, far_share = far / sum;
+    for (Index e = 0; e < p.E; ++e) out[e] = out[e] * near_share + numerator[e] / denominator * far_share;
+}
+
 // Outputs of n queries, over the sums and, if causal, over the keys of the chunk up to their own.
 template <class T>
 void attend_queries(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, const Keys<T>* keys, Index b, Index h, Index start,
@@ -39,7 +56,7 @@ void attend_queries(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, con
     q.x = fetch(q.scratch, p.call.query, b, h, start, n);
     if (!keys) prefetch<T>(p.call.query, b, h, start + n, std::min(start + 2 * n, Index(p.call.queries)), p.D);
     map_features<T>(p, q.phi, q.x, n, h / p.groups, true, nullptr);
-    const Rows<T> out = rows_at(q.out, p.call.out, b, h, start);
+    const Rows<T> out = p.call.log_mix ? q.out : rows_at(q.out, p.call.out, b, h, start);
     if (p.normalizer == CHANNEL && keys) {
         running_totals(p, q.total, sums.z[0], keys, n);
         divide_by_total(p, q.phi, q.total, n);
@@ -58,11 +75,15 @@ void attend_queries(const Problem<T>& p, Queries<T>& q, const Sums<T>& sums, con
             if (keys) count += keys->real[i];
             denominator = count;
         }
+        if (p.call.log_mix) {
+            merge(p, out[i], denominator, b, h, start + i);
+            continue;
+        }
         denominator = nonzero(denominator);
-        if (p.call.denominators) p.denominators_of(b, h)[start + i] = denominator;
+        if (p.call.denominators) p.of_row(p.call.denominators, b, h, start + i) = denominator;
         divide(out[i], denominator, p.E);
     }
-    write_back(q.out, out, p.call.out, b, h, start, n);
+    if (!p.call.log_mix) write_back(q.out, out, p.call.out, b, h, start, n);
 }
 
 // Adds keys `start` to `end` to the sums and, if causal (with `q`), computes the outputs of their queries on the way.

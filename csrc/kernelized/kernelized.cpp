@@ -25,8 +25,8 @@
 
 extern "C" const char* subquad_sources() { return SOURCES; }  // the hash of the sources, which native_library.py checks
 LAYOUT(View, data, batch, head, token)
-LAYOUT(Call, batch, heads, kv_heads, queries, keys, channels, value_channels, features, kind, normalizer, is_causal, threads, scale,
-       constant, floor, query, key, value, out, grad, d_query, d_key, d_value, mask, denominators, weight, bias, sums_in, level_in,
-       count_in, sums_out, level_out, count_out)
+LAYOUT(Call, batch, heads, kv_heads, queries, keys, channels, value_channels, features, kind, normalizer, is_causal, is_reversed,
+       row_stride, threads, scale, constant, floor, query, key, value, out, grad, d_query, d_key, d_value, mask, denominators,
+       weight, bias, sums_in, level_in, count_in, sums_out, level_out, count_out, log_mix, top, sum, d_log_mix)
 EXPORT(forward, Call)
 EXPORT(backward, Call)

@@ -12,9 +12,12 @@ import subquad as sq
 from subquad.ops import dispatch
 from subquad.ops.kernelized import operator
 from tests.engines.test_native import needs_compiled
+from tests.kernels import built
 
 MECHANISMS = [sq.Linear(), sq.Taylor(), sq.Plain(), sq.Plain(normalize="none"), sq.Efficient(), sq.Performer(features=24),
-              sq.Performer(kind="relu", features=24)]  # fmt: skip
+              sq.Performer(kind="relu", features=24), sq.Hedgehog(), sq.T2R(features=6)]  # fmt: skip
+# Built here, since nothing can be drawn while a function is traced.
+LEARNED = {m: built(m, heads=4, kv_heads=2, head_dim=5, value_dim=3) for m in MECHANISMS[-2:]}
 every_mechanism = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 both_directions = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 pytestmark = needs_compiled
@@ -27,6 +30,8 @@ def tensors(length=70, *, heads=4, kv_heads=2, dtype=torch.float64, grad=False):
 
 
 def attend(*x, mechanism, **options):
+    if mechanism in LEARNED:
+        return LEARNED[mechanism](*x, **options)
     return sq.attention(*x, mechanism, enable_gqa=True, **options)
 
 
@@ -97,7 +102,7 @@ def test_a_backward_pass_with_the_other_body(mechanism, is_causal):
         with first():
             out = func(*args)[0]
         with second():
-            found = torch.autograd.grad(out.square().sum(), given)
+            found = torch.autograd.grad(out.square().sum(), given, retain_graph=True)  # of a learned map's projection
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
@@ -125,7 +130,7 @@ def test_compiled_once_for_all_lengths(mechanism, is_causal, grad):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("mechanism", [sq.Linear(), sq.Performer(features=24)], ids=str)
+@pytest.mark.parametrize("mechanism", [sq.Linear(), sq.Performer(features=24), sq.Hedgehog()], ids=str)
 def test_compiled_gradients(mechanism, backend):
     def loss(*x):
         return attend(*x, mechanism=mechanism, is_causal=True).square().sum()
@@ -152,11 +157,12 @@ def test_gradients_of_torch_func(mechanism):
 
 
 @both_directions
-def test_vmap(is_causal):
+@pytest.mark.parametrize("mechanism", [sq.Linear(), *LEARNED], ids=str)
+def test_vmap(mechanism, is_causal):
     x = [torch.stack([t, 2 * t, t.flip(2)]) for t in tensors()]
 
     def loss(*x):
-        return attend(*x, mechanism="linear", is_causal=is_causal).square().sum()
+        return attend(*x, mechanism=mechanism, is_causal=is_causal).square().sum()
 
     def each(function):
         return [function(*t) for t in zip(*x, strict=True)]
@@ -190,7 +196,7 @@ def test_inference_mode_and_autocast():
     assert choices[0].is_native
 
 
-@pytest.mark.parametrize("mechanism", ["linear", "performer"])
+@pytest.mark.parametrize("mechanism", ["linear", "performer", "hedgehog", "t2r"])
 def test_exported_and_run_in_another_process(mechanism, tmp_path):
     module = sq.Attention(dim=12, heads=3, method=mechanism).double().eval()
 
@@ -241,3 +247,23 @@ def test_gradients_without_queries_or_keys(mechanism, queries, keys):
     grads = torch.autograd.grad(attend(q, k, v, mechanism=mechanism).sum(), (q, k, v))
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
     assert all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("mechanism", LEARNED, ids=str)
+@both_directions
+def test_weights_of_a_learned_map_are_trained_with_the_kernel(mechanism, is_causal):
+    module = mechanism.build(heads=4, kv_heads=2, head_dim=5).double()
+    names, parameters = zip(*module.named_parameters(), strict=True)
+
+    def out(*given):
+        weights = dict(zip(names, given[3:], strict=True))
+        return torch.func.functional_call(module, weights, given[:3], {"is_causal": is_causal})
+
+    x = tensors(7, grad=True)
+    with dispatch.recorded() as choices:
+        assert torch.autograd.gradcheck(out, (*x, *parameters))
+    assert all(choice.is_native for choice in choices)
+    loss = torch.compile(lambda *x: module(*x, is_causal=is_causal).square().sum(), fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(loss(*x), parameters)
+    for ours, theirs in zip(found, torch.autograd.grad(out(*x, *parameters).square().sum(), parameters), strict=True):
+        torch.testing.assert_close(ours, theirs)

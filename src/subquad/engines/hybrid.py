@@ -8,26 +8,19 @@ over all j, or over j <= i when causal; phi >= 0, g > 0. Both kinds of weights a
     c_i = max(largest near score, log of the sum of the far weights),
 
 which cancels. Nothing overflows, and the larger kind of weights keeps its precision. Far weights whose sum underflows count as
-0.
-
-Each chunk of C queries is compared pair by pair with the keys of its span: its own keys, the `window` keys before them and,
-unless causal, the `window` keys after them. Some of these are near for a query, the others far. All keys outside the span enter
-through sums of phi(k) v^T over the keys before it and over the keys after it, which are added and never subtracted.
-Cost: O(N (C + window) (D + m + Dv) + N m Dv) time, and one (m, Dv) sum per chunk. A sequence no longer than one span is one
-chunk, with no keys outside its span.
+0. `subquad.ops.hybrid` does the computation; this module projects queries and keys for phi, and keeps the state.
 
 A decode state keeps the last `window` keys and values, and the sums over all keys before them. The kept keys stand in front of
-those of the tokens that continue it. A window that is longer than the sequence costs no more than the sequence. Positions count
-real tokens only; the queries of pads give 0.
+those of the tokens that continue it. Positions count real tokens only; the queries of pads give 0.
 
-B batch, H query heads, K key-value heads, G = H / K query heads per key-value head, n tokens, L keys with those of the state, D
-channels, Dv value channels, m features, c chunks of C tokens, W keys of a chunk's span.
+B batch, H query heads, K key-value heads, n tokens, L keys with those of the state, D channels, Dv value channels, m features.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,108 +29,141 @@ from torch import Tensor
 from subquad.engines.call import Call
 from subquad.engines.state_spec import Rows, StateSpec, TensorSpec
 from subquad.masks import put_back, real_first, take_tokens, zero_pads
+from subquad.ops import dispatch, kernelized
 from subquad.ops.feature_map import FeatureMap
+from subquad.ops.hybrid import HybridRule, Inputs, operator, pytorch
 from subquad.ops.kernelized import Sums
-from subquad.ops.kernelized.chunk_weights import CHUNK
-from subquad.ops.kernelized.pytorch import scan
+from subquad.ops.kernelized.operator import attend as attend_kernelized
 from subquad.ops.precision import compute_dtype, needs_gradient, upcast
 from subquad.state import StateTensors
 
-_PIECE_PAIRS = 2**20  # query-key pairs processed at a time, if autograd records nothing
-_SHORT = 256  # the longest sequence whose pairs may all be processed at a time
 _ROOM = 256  # the room of a state grows by as many rows, up to the window
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridRule:
-    """How near and far keys are weighed.
+class HybridCall:
+    """What the mechanism states.
 
     Args:
-        feature_map: phi >= 0, of queries (B, H, n, D) and keys (B, K, n, D); phi = f, with b None.
+        rule: how near and far keys are weighed.
+        project: maps queries (B, H, n, D) or keys (B, K, n, D), by the side, to what phi is applied to.
+        channels: of a projected query or key.
         log_mix: (H,), log g.
-        scale: s.
-        window: the largest distance of a near key.
     """
 
-    feature_map: FeatureMap
+    rule: HybridRule
+    project: Callable[[Tensor, Literal["query", "key"]], Tensor]
+    channels: int
     log_mix: Tensor
-    scale: float
-    window: int
+
+    @property
+    def feature_map(self) -> FeatureMap:
+        return self.rule.feature_map(self.channels)
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """Consecutive keys, those of the state first."""
-
-    key: Tensor  # (B, K, L, D)
-    phi: Tensor  # (B, K, L, m), 0 for pads
-    value: Tensor  # (B, K, L, Dv + 1), with a column of ones
-    real: Tensor  # (B, L) bool
-
-    def padded(self, length: int) -> _Keys:
-        more = length - self.real.shape[1]
-        key, phi, value = (F.pad(x, (0, 0, 0, more)) for x in (self.key, self.phi, self.value))
-        return _Keys(key, phi, value, F.pad(self.real, (0, more)))
-
-    def sums(self, start: int, chunks: int, size: int) -> Tensor:
-        """phi(k) v^T over each chunk of `size` keys, the first of which starts at `start`: (B, K, c, m, Dv + 1)."""
-        phi, value = (x[:, :, start : start + chunks * size].unflatten(2, (chunks, size)) for x in (self.phi, self.value))
-        return phi.mT @ value
-
-    def spans(self, first: int, chunks: int, size: int, width: int) -> _Keys:
-        """The `width` keys in the span of each chunk of `size` queries, as (B, K, c, W, ...) and real (B, c, W)."""
-        if chunks == 1 and width == self.real.shape[1]:
-            return _Keys(self.key.unsqueeze(2), self.phi.unsqueeze(2), self.value.unsqueeze(2), self.real.unsqueeze(1))
-        rows = slice(first * size, (first + chunks - 1) * size + width)
-        key, phi, value = (x[:, :, rows].unfold(2, width, size).mT for x in (self.key, self.phi, self.value))
-        return _Keys(key, phi, value, self.real[:, rows].unfold(1, width, size))
-
-
-def attend(call: Call, rule: HybridRule) -> tuple[Tensor, StateTensors | None]:
+def attend(call: Call, hybrid: HybridCall) -> tuple[Tensor, StateTensors | None]:
     """The output (B, H, n, Dv) and, with `return_state`, the state."""
-    mask, past = call.key_padding_mask, call.past
+    mask = call.key_padding_mask
     query, key, value = (zero_pads(x, mask) for x in (call.query, call.key, call.value))
-    order, real = None, torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    order = real = None
     if mask is not None:
         order, real = real_first(mask)
         query, key, value = (take_tokens(x, order) for x in (query, key, value))
-    span = CHUNK + rule.window * (1 if call.is_causal else 2)
-    is_short = past is None and not call.return_state and key.shape[2] <= min(span, _SHORT)
-    capacity = 0 if is_short else min(rule.window, key.shape[2])
-    if past is not None or call.return_state:
-        capacity = room(rule, call.seen + key.shape[2])
-    state = _empty_state(key, value, rule, capacity) if past is None else _with_room(dict(past), capacity)  # type: ignore[arg-type]
-    keys = _join(state, key, value, real, rule)
-    out = _output(query, keys, None if is_short else state["S"], rule, call.is_causal)
-    if order is not None:
+    projected = (hybrid.project(upcast(query), "query"), hybrid.project(upcast(key), "key"))
+    inputs = Inputs(query, key, value, *projected, real, hybrid.log_mix)
+    records, state = needs_gradient(*inputs), None
+    if dispatch.choose("hybrid", inputs, *_reasons(call, records)):
+        out = operator.attend(inputs, hybrid.rule, needs_gradient=records)
+        state = _state_of_prompt(inputs, hybrid) if call.return_state else None
+    elif call.past is None and not call.return_state:
+        out = pytorch.attend(inputs, hybrid.rule).out
+    else:
+        out, state = _continue(call, inputs, hybrid)
+    if order is not None and real is not None:
         out = put_back(out.masked_fill(~real[:, None, :, None], 0), order)
-    return out.to(query.dtype), _next_state(state, keys, real, mask is not None) if call.return_state else None
+    return out.to(query.dtype), state
 
 
-def room(rule: HybridRule, seen: int) -> int:
-    """For how many keys a state after `seen` tokens has room."""
-    return min(rule.window, _ROOM * (seen // _ROOM + 1))
-
-
-def state_spec(call: Call, rule: HybridRule) -> StateSpec:
+def state_spec(call: Call, hybrid: HybridCall) -> StateSpec:
     """See `_empty_state`."""
-    kv_heads, kept = call.key.shape[1], Rows(rule.window, least=min(rule.window, call.seen))
+    window = hybrid.rule.window
+    kv_heads, kept = call.key.shape[1], Rows(window, least=min(window, call.seen))
     return {
-        "S": TensorSpec((kv_heads, rule.feature_map.features, call.value.shape[3] + 1), compute_dtype(call.value)),
+        "S": TensorSpec((kv_heads, hybrid.feature_map.features, call.value.shape[3] + 1), compute_dtype(call.value)),
         "key": TensorSpec((kv_heads, kept, call.key.shape[3]), call.key.dtype),
         "value": TensorSpec((kv_heads, kept, call.value.shape[3]), call.value.dtype),
-        "count": TensorSpec((), torch.int64, range=(0, min(rule.window, call.seen))),
+        "count": TensorSpec((), torch.int64, range=(0, min(window, call.seen))),
     }
 
 
-def _empty_state(key: Tensor, value: Tensor, rule: HybridRule, capacity: int) -> Sums:
+def _reasons(call: Call, records: bool) -> list[str]:
+    """Why the operator cannot be used."""
+    if call.past is not None:
+        return ["a decode state is continued in PyTorch"]
+    if call.return_state and records:
+        return ["the compiled kernel has no gradients of decode states"]
+    return []
+
+
+def capacity_of(seen: int, window: int) -> int:
+    """How many keys a state of `seen` tokens has room for."""
+    return min(window, _ROOM * (seen // _ROOM + 1))
+
+
+def _state_of_prompt(inputs: Inputs, hybrid: HybridCall) -> StateTensors:
+    """The state after a whole sequence; nothing is recorded. Real tokens come first."""
+    (batch, _, length), window = inputs.key.shape[:3], hybrid.rule.window
+    capacity, device = capacity_of(length, window), inputs.key.device
+    count = torch.full((batch,), length, device=device) if inputs.mask is None else inputs.mask.sum(1)
+    leaving = torch.arange(length, device=device) < (count - capacity)[:, None]
+    no_query = inputs.projected_query[:, :, :0]
+    _, sums = attend_kernelized(
+        kernelized.Inputs(no_query, inputs.projected_key, inputs.value, leaving, False),
+        kernelized.KernelizedRule(feature_map=hybrid.feature_map),
+        {},
+        return_sums=True,
+        needs_gradient=False,
+    )
+    index = (count - capacity)[:, None] + torch.arange(capacity, device=device)
+    kept = (_kept(x, None if inputs.mask is None else index, capacity) for x in inputs[1:3])
+    key, value = kept
+    return {"S": sums["S"], "key": key, "value": value, "count": count.clamp(max=capacity)}
+
+
+def _kept(x: Tensor, index: Tensor | None, capacity: int) -> Tensor:
+    """The last `capacity` tokens of x (B, K, n, ...), or those at `index` (B, capacity); zeros before the first one."""
+    length = x.shape[2]
+    if index is None or not length:
+        kept = x[:, :, max(length - capacity, 0) :]
+        return F.pad(kept, (0, 0, capacity - kept.shape[2], 0)) if kept.shape[2] < capacity else kept.clone()
+    return take_tokens(x, index.clamp(min=0)).masked_fill((index < 0)[:, None, :, None], 0)
+
+
+def _continue(call: Call, inputs: Inputs, hybrid: HybridCall) -> tuple[Tensor, StateTensors | None]:
+    """The output of the tokens after a state, or after nothing, and the new state; in PyTorch."""
+    length, rule = inputs.key.shape[2], hybrid.rule
+    capacity = capacity_of(call.seen + length, rule.window)
+    if call.past is None:
+        state = _empty_state(inputs.key, inputs.value, hybrid, capacity)
+    else:
+        state = _with_room(dict(call.past), capacity)  # type: ignore[arg-type]
+    real = inputs.mask
+    if real is None:
+        real = torch.ones(inputs.key.shape[0], length, dtype=torch.bool, device=inputs.key.device)
+    keys = _join(state, inputs, real, hybrid)
+    queries = pytorch.Queries(inputs.query, inputs.projected_query, inputs.log_mix)
+    out = pytorch.attend_to(queries, keys, state["S"], rule).out
+    return out, _next_state(state, keys, real, inputs.mask is not None) if call.return_state else None
+
+
+def _empty_state(key: Tensor, value: Tensor, hybrid: HybridCall, capacity: int) -> Sums:
     """The state before the first token, with room for `capacity` keys.
 
     S (B, K, m, Dv + 1); key (B, K, w, D) and value (B, K, w, Dv), the newest last; count (B,), how many of them are filled.
     """
     heads, width = key.shape[:2], value.shape[3]
     return {
-        "S": upcast(value).new_zeros(*heads, rule.feature_map.features, width + 1),
+        "S": upcast(value).new_zeros(*heads, hybrid.feature_map.features, width + 1),
         "key": key.new_zeros(*heads, capacity, key.shape[3]),
         "value": value.new_zeros(*heads, capacity, width),
         "count": torch.zeros(key.shape[0], dtype=torch.int64, device=key.device),
@@ -152,96 +178,17 @@ def _with_room(state: Sums, capacity: int) -> Sums:
     return {**state, **{name: F.pad(state[name], (0, 0, more, 0)) for name in ("key", "value")}}
 
 
-def _join(state: Sums, key: Tensor, value: Tensor, real: Tensor, rule: HybridRule) -> _Keys:
+def _join(state: Sums, inputs: Inputs, real: Tensor, hybrid: HybridCall) -> pytorch.Keys:
     """The kept keys of the state, then the new ones."""
     capacity = state["key"].shape[2]
-    kept = torch.arange(capacity, device=key.device) >= capacity - state["count"][:, None]
-    real = torch.cat([kept, real], dim=1)
-    key, value = (upcast(torch.cat(pair, dim=2)) for pair in ((state["key"], key), (state["value"], value)))
-    phi, _ = rule.feature_map.key(key)
-    assert phi is not None
-    ones = value.new_ones(*value.shape[:3], 1)
-    return _Keys(key, phi * real[:, None, :, None], torch.cat([value, ones], dim=-1), real)
+    kept = torch.arange(capacity, device=real.device) >= capacity - state["count"][:, None]
+    old = hybrid.project(upcast(state["key"]), "key")
+    pairs = ((state["key"], inputs.key), (state["value"], inputs.value), (old, inputs.projected_key))
+    key, value, projected = (torch.cat(pair, dim=2) for pair in pairs)
+    return pytorch.Keys.of(key, value, projected, torch.cat([kept, real], dim=1), hybrid.rule)
 
 
-def _output(query: Tensor, keys: _Keys, S: Tensor | None, rule: HybridRule, is_causal: bool) -> Tensor:
-    """(B, H, n, Dv) for queries at the positions of the last n keys; S are the sums over what lies before all keys.
-
-    Without S, all queries are one chunk, and its span has all keys.
-    """
-    length = query.shape[2]
-    if not length:
-        return query[..., :1].expand(*query.shape[:3], keys.value.shape[-1] - 1)
-    size = length if S is None else min(CHUNK, length)
-    chunks, front = -(-length // size), keys.key.shape[2] - length
-    extra = front if is_causal else 2 * front  # keys of a span beyond the chunk's own
-    query = F.pad(upcast(query), (0, 0, 0, chunks * size - length))
-    keys = keys.padded(chunks * size + extra)
-    outside = None if S is None else _sums_outside(keys, S, chunks, size, extra, is_causal)
-
-    at_once, given = chunks, (query, keys.key, keys.phi, keys.value, rule.log_mix, S)
-    if not needs_gradient(*given) and not torch.compiler.is_compiling():
-        at_once = max(_PIECE_PAIRS // max(query.shape[0] * query.shape[1] * size * (size + extra), 1), 1)
-    offset = torch.arange(size, device=query.device)[:, None] + front - torch.arange(size + extra, device=query.device)  # i - j
-    outs = []
-    for first in range(0, chunks, at_once):
-        count = min(at_once, chunks - first)
-        piece = query[:, :, first * size : (first + count) * size]
-        spans = keys.spans(first, count, size, size + extra)
-        piece_sums = None if outside is None else outside[:, :, first : first + count]
-        outs.append(_attend_chunks(piece, spans, piece_sums, offset, rule, is_causal))
-    return torch.cat(outs, dim=2)[:, :, :length]
-
-
-def _sums_outside(keys: _Keys, S: Tensor, chunks: int, size: int, extra: int, is_causal: bool) -> Tensor:
-    """(B, K, c, m, Dv + 1), the sums over the keys outside the span of each chunk."""
-    before, _ = scan(S, keys.sums(0, chunks, size), None)
-    if is_causal:
-        return before
-    after, _ = scan(torch.zeros_like(S), keys.sums(extra, chunks, size).flip(2), None)
-    return before + after.flip(2)
-
-
-def _attend_chunks(
-    query: Tensor, keys: _Keys, outside: Tensor | None, offset: Tensor, rule: HybridRule, is_causal: bool
-) -> Tensor:
-    """Chunks of queries (B, H, c C, D) over the keys of their spans and the sums outside; `offset` (C, W) is i - j."""
-    size, shape = offset.shape[0], keys.key.shape[1:3]  # (K, c)
-
-    def by_chunk(x: Tensor) -> Tensor:
-        return x.unflatten(2, (shape[1], -1)).unflatten(1, (shape[0], -1)).transpose(2, 3)  # (B, K, c, G, C, ...)
-
-    def times(x: Tensor, y: Tensor) -> Tensor:
-        return (x.flatten(3, 4) @ y).unflatten(3, x.shape[3:5])
-
-    near = (offset.abs() <= rule.window) & keys.real[:, None, :, None, None]  # (B, 1, c, 1, C, W)
-    far = offset.abs() > rule.window
-    phi, value = keys.phi, keys.value.contiguous()
-    if is_causal:
-        near, far = near & (offset >= 0), far & (offset > 0)
-        phi, far = phi[..., :size, :], far[:, :size]  # a causal query has far keys among the first C of the span only
-
-    fq = by_chunk(rule.feature_map.query(query))
-    pairs = times(fq, phi.contiguous().mT).masked_fill(~far, 0)
-    distant = times(pairs, value[..., : phi.shape[3], :])  # (B, K, c, G, C, Dv + 1)
-    if outside is not None:
-        distant = distant + times(fq, outside)
-    scores = times(by_chunk(query * rule.scale), keys.key.contiguous().mT).masked_fill(~near, -math.inf)
-
-    total = distant.detach()[..., -1:]
-    has_far = total >= torch.finfo(total.dtype).tiny
-    log_mix = rule.log_mix.to(total.dtype).reshape(shape[0], 1, -1, 1, 1)  # (K, 1, G, 1, 1)
-    top = (log_mix.detach() + total.log()).masked_fill(~has_far, -math.inf).maximum(scores.detach().amax(-1, keepdim=True))
-    top = top.masked_fill(top == -math.inf, 0)
-    factor = (log_mix - top).masked_fill(~has_far, -math.inf).exp()
-
-    out = times(scores.sub_(top).exp_(), value).addcmul(distant, factor)
-    out, denominators = out[..., :-1], out[..., -1:]
-    out = out / denominators.masked_fill(denominators == 0, 1)
-    return out.transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B, H, c C, Dv)
-
-
-def _next_state(state: Sums, keys: _Keys, real: Tensor, has_pads: bool) -> StateTensors:
+def _next_state(state: Sums, keys: pytorch.Keys, real: Tensor, has_pads: bool) -> StateTensors:
     """The state for later tokens: the last keys, and the sums with the keys that have left the window added."""
     capacity, length = state["key"].shape[2], real.shape[1]
     count = real.sum(1)

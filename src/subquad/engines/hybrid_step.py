@@ -16,21 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines.call import Call
-from subquad.engines.hybrid import HybridRule, room
+from subquad.engines.hybrid import HybridCall, capacity_of
 from subquad.engines.step import StateView, Step
 from subquad.ops.precision import compute_dtype
 from subquad.state import StateTensors, rows
 
 
-def prepare_step(call: Call, rule: HybridRule) -> Step | None:
+def prepare_step(call: Call, hybrid: HybridCall) -> Step | None:
     """A step for calls like this one."""
-    return _HybridStep(call, rule) if call.query.dtype == compute_dtype(call.query) else None
+    return _HybridStep(call, hybrid) if call.query.dtype == compute_dtype(call.query) else None
 
 
 class _HybridStep(Step):
-    def __init__(self, call: Call, rule: HybridRule) -> None:
-        self._rule, self._kv_heads = rule, call.key.shape[1]
-        self._log_mix = rule.log_mix.detach().to(call.query.dtype).reshape(1, self._kv_heads, -1, 1)  # (1, K, G, 1)
+    def __init__(self, call: Call, hybrid: HybridCall) -> None:
+        self._hybrid, self._rule, self._kv_heads = hybrid, hybrid.rule, call.key.shape[1]
+        self._feature_map = hybrid.feature_map
+        self._log_mix = hybrid.log_mix.detach().to(call.query.dtype).reshape(1, self._kv_heads, -1, 1)  # (1, K, G, 1)
         self._tiny = torch.finfo(call.query.dtype).tiny
 
     def __call__(
@@ -38,7 +39,7 @@ class _HybridStep(Step):
     ) -> tuple[Tensor, StateTensors, bool]:
         S, old_key, old_value, count = (rows(past[name]) for name in ("S", "key", "value", "count"))
         kept = old_key.shape[2]
-        if (more := room(self._rule, seen + 1) - kept) > 0:
+        if (more := capacity_of(seen + 1, self._rule.window) - kept) > 0:
             old_key, old_value, kept = F.pad(old_key, (0, 0, more, 0)), F.pad(old_value, (0, 0, more, 0)), kept + more
         keys, values = torch.cat([old_key, key], dim=2), torch.cat([old_value, value], dim=2)  # (B, K, w + 1, ...)
         empty = None  # (B, 1, w + 1): rows that no token has filled
@@ -46,7 +47,7 @@ class _HybridStep(Step):
             empty = (torch.arange(kept + 1, device=key.device) < kept - count[:, None]).unsqueeze(1)
         out = self._attend(query, keys, values, S, empty)
 
-        phi, _ = self._rule.feature_map.key(keys[:, :, :1])  # of the key that leaves the window
+        phi, _ = self._feature_map.key(self._hybrid.project(keys[:, :, :1], "key"))  # of the key that leaves the window
         assert phi is not None
         if empty is not None:
             phi = phi.masked_fill(empty[:, :, :1, None], 0)
@@ -62,7 +63,9 @@ class _HybridStep(Step):
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, S: Tensor, empty: Tensor | None) -> Tensor:
         """(B, H, 1, Dv)."""
         grouped = query.squeeze(2).unflatten(1, (self._kv_heads, -1))  # (B, K, G, D)
-        phi = self._rule.feature_map.query(query).squeeze(2).unflatten(1, (self._kv_heads, -1))  # (B, K, G, m)
+        phi = (
+            self._feature_map.query(self._hybrid.project(query, "query")).squeeze(2).unflatten(1, (self._kv_heads, -1))
+        )  # (B, K, G, m)
         far = phi @ S  # (B, K, G, Dv + 1)
         scores = (grouped * self._rule.scale) @ keys.mT  # (B, K, G, w + 1)
         if empty is not None:

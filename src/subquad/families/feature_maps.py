@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from subquad.errors import InputError
 from subquad.families.base import Sizes
 from subquad.families.kernelized import Kernelized
 from subquad.masks import zero_pads
-from subquad.ops.feature_map import FeatureMap, elu_plus_one
+from subquad.ops.feature_map import NativeKind, NativeMap, known_map
 from subquad.ops.kernelized import KernelizedRule
 from subquad.ops.precision import upcast
 from subquad.state import StateTensors
@@ -40,22 +40,20 @@ def require_positive_scale(scale: float | None, method: str) -> None:
 
 
 class LearnedMap(ABC):
-    """phi as a learned projection per head, followed by a function of its channels."""
+    """phi as a learned projection per head, which PyTorch applies, followed by a map that the compiled kernel has."""
+
+    kind: ClassVar[NativeKind]
 
     @abstractmethod
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
         """`query_weight` (H, D, ...) and `key_weight` (K, D, ...), and `query_bias` and `key_bias` if the map has them."""
 
-    @abstractmethod
-    def features(self, head_dim: int) -> int:
-        """m."""
-
-    @abstractmethod
-    def phi(self, x: Tensor) -> Tensor:
-        """The features (..., m) of a projected query or key."""
+    def channels(self, head_dim: int) -> int:
+        """Channels of a projected query or key."""
+        return head_dim
 
     def project(self, x: Tensor, call: Call, side: Literal["query", "key"]) -> Tensor:
-        """What `phi` takes: x (B, H or K, n, D), projected by the weight and bias of its head."""
+        """x (B, H or K, n, D), projected by the weight and bias of its head."""
         if call.scale is not None:
             x = x * math.sqrt(call.scale)
         weight, bias = call.weights.get(f"{side}_weight"), call.weights.get(f"{side}_bias")
@@ -63,33 +61,19 @@ class LearnedMap(ABC):
             x = x @ weight.to(x.dtype)
         return x if bias is None else x + bias.to(x.dtype).unsqueeze(1)
 
-    def feature_map(self, call: Call, *, is_projected: bool = False) -> FeatureMap:
-        """The map for this call; `is_projected` says that its queries and keys have been projected already."""
-        features = self.features(call.query.shape[-1])
-        if is_projected:
-            return FeatureMap.symmetric(self.phi, features)
-        return FeatureMap(
-            query=lambda x: self.phi(self.project(x, call, "query")),
-            key=lambda x: (self.phi(self.project(x, call, "key")), None),
-            features=features,
-        )
-
 
 @dataclass(frozen=True)
 class HedgehogMap(LearnedMap):
+    kind: ClassVar[NativeKind] = "hedgehog"
+
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
         heads = {"query_weight": sizes.heads, "key_weight": sizes.kv_heads}
         return {name: torch.eye(sizes.head_dim).repeat(count, 1, 1) for name, count in heads.items()}
 
-    def features(self, head_dim: int) -> int:
-        return 2 * head_dim
-
-    def phi(self, x: Tensor) -> Tensor:
-        return torch.cat([x.softmax(-1), (-x).softmax(-1)], dim=-1)
-
 
 @dataclass(frozen=True)
 class T2RMap(LearnedMap):
+    kind: ClassVar[NativeKind] = "relu"
     count: int = T2R_FEATURES
 
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
@@ -103,23 +87,16 @@ class T2RMap(LearnedMap):
             "key_bias": torch.zeros(sizes.kv_heads, self.count),
         }
 
-    def features(self, head_dim: int) -> int:
+    def channels(self, head_dim: int) -> int:
         return self.count
-
-    def phi(self, x: Tensor) -> Tensor:
-        return x.relu()
 
 
 @dataclass(frozen=True)
 class LinearMap(LearnedMap):
+    kind: ClassVar[NativeKind] = "elu"
+
     def parameters(self, sizes: Sizes) -> dict[str, Tensor]:
         return {}
-
-    def features(self, head_dim: int) -> int:
-        return head_dim
-
-    def phi(self, x: Tensor) -> Tensor:
-        return elu_plus_one(x)
 
 
 class LearnedKernelized(Kernelized):
@@ -133,7 +110,8 @@ class LearnedKernelized(Kernelized):
         return self.learned_map.parameters(sizes)
 
     def rule(self, call: Call) -> KernelizedRule:
-        return KernelizedRule(feature_map=self.learned_map.feature_map(call, is_projected=True))
+        channels = self.learned_map.channels(call.query.shape[-1])
+        return KernelizedRule(feature_map=known_map(NativeMap(self.learned_map.kind), channels))
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         """Projects queries and keys here, because each query head has weights of its own and the engine groups query heads."""

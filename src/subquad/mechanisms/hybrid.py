@@ -36,6 +36,7 @@ from subquad.families.feature_maps import (
     needs_module,
     require_positive_scale,
 )
+from subquad.ops.hybrid import HybridRule
 from subquad.state import StateTensors
 
 MapName = Literal["hedgehog", "t2r", "linear"]
@@ -93,19 +94,20 @@ class Hybrid(Mechanism):
 
     def run(self, call: Call) -> tuple[Tensor, StateTensors | None]:
         require_positive_scale(call.scale, self.info.name)
-        return hybrid.attend(call, self._rule(call))
+        return hybrid.attend(call, self._stated(call))
 
     def state_spec(self, call: Call) -> StateSpec:
-        return hybrid.state_spec(call, self._rule(call))
+        return hybrid.state_spec(call, self._stated(call))
 
     def step(self, call: Call) -> Step | None:
         require_positive_scale(call.scale, self.info.name)
-        return prepare_step(call, self._rule(call))
+        return prepare_step(call, self._stated(call))
 
-    def _rule(self, call: Call) -> hybrid.HybridRule:
-        return hybrid.HybridRule(
-            feature_map=self.learned_map.feature_map(call),
+    def _stated(self, call: Call) -> hybrid.HybridCall:
+        learned = self.learned_map
+        return hybrid.HybridCall(
+            rule=HybridRule(learned.kind, self.window, call.softmax_scale, call.is_causal),
+            project=lambda x, side: learned.project(x, call, side),
+            channels=learned.channels(call.query.shape[-1]),
             log_mix=call.weights["log_mix"],
-            scale=call.softmax_scale,
-            window=self.window,
         )

@@ -128,7 +128,7 @@ def native_map(w: Tensor, kind: Kind, scale: float, p: float | None, norms: Tens
     """The map of `features` in the compiled kernel, if the kernel has it."""
     weight = (torch.cat([w, -w]) if kind == "hyperbolic" else w) * math.sqrt(scale)
     if kind == "relu":
-        return NativeMap("relu", weight=weight)
+        return NativeMap("relu", constant=1e-3, weight=weight)
     constant = -math.log(weight.shape[0]) / 2
     if kind in ("positive", "hyperbolic"):
         return NativeMap("exponential", scale, constant, weight)

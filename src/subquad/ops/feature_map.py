@@ -12,23 +12,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-NativeKind = Literal["elu", "identity", "unit", "exponential", "relu", "softmax", "trigonometric"]
-
-
-RELU_SHIFT = 1e-3
+NativeKind = Literal["elu", "identity", "unit", "exponential", "relu", "softmax", "trigonometric", "hedgehog"]
 
 
 @dataclass(frozen=True)
 class NativeMap:
-    """A feature map that the compiled kernel knows (csrc/kernelized/features.h), with u = weight x + bias:
+    """A feature map that the compiled kernel knows (csrc/kernelized/features.h), with u = weight x + bias; without a weight,
+    u = x + bias:
 
         elu            elu(x) + 1
         identity       scale x for queries, x for keys
         unit           [x / |x|, 1]
         exponential    e^(u - scale |x|^2 / 2 + constant)
-        relu           relu(u) + 0.001
+        relu           relu(u) + constant
         softmax        softmax over channels for queries, over positions for keys
-        trigonometric  scale [sin u, cos u] with u = weight x / |x|, or u = x without a weight
+        trigonometric  scale [sin u, cos u] with u = weight x / |x|, or x without a weight
+        hedgehog       [softmax(x), softmax(-x)] over channels
 
     Args:
         weight: (m, D); for "trigonometric" (K, m / 2, D).
@@ -44,9 +43,8 @@ class NativeMap:
     def features(self, channels: int) -> int:
         """m, for queries and keys of so many channels."""
         angles = channels if self.weight is None else self.weight.shape[-2]
-        return {"unit": channels + 1, "exponential": angles, "relu": angles, "trigonometric": 2 * angles}.get(
-            self.kind, channels
-        )
+        sizes = {"unit": channels + 1, "exponential": angles, "relu": angles, "trigonometric": 2 * angles}
+        return {**sizes, "hedgehog": 2 * channels}.get(self.kind, channels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +126,13 @@ def known_map(native: NativeMap, channels: int) -> FeatureMap:
         case "exponential":
             return FeatureMap(query=lambda x: exponential(x)[0], key=exponential, features=features, native=native)
         case "relu":
-            return FeatureMap.symmetric(lambda x: angles(x).relu() + RELU_SHIFT, features, native)
+            return FeatureMap.symmetric(lambda x: angles(x).relu() + native.constant, features, native)
         case "softmax":
             return FeatureMap(query=lambda x: x.softmax(-1), key=lambda x: (None, x), features=features, native=native)
         case "trigonometric":
             return FeatureMap.symmetric(sines, features, native)
+        case "hedgehog":
+            return FeatureMap.symmetric(lambda x: torch.cat([x.softmax(-1), (-x).softmax(-1)], dim=-1), features, native)
 
 
 def unit_and_one(x: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ B batch, H query heads, K key-value heads, N queries, M keys, D channels, Dv val
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from subquad.errors import StateError
@@ -19,9 +21,9 @@ _KINDS, _NORMALIZERS = get_args(NativeKind), get_args(Normalizer)
 _SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "channels", "value_channels", "features")
 _VIEWS = ("query", "key", "value", "out", "grad", "d_query", "d_key", "d_value")
 _SUMS = ("sums_in", "level_in", "count_in", "sums_out", "level_out", "count_out")
-_NUMBERS = (*_SIZES, "kind", "normalizer", "is_causal")
+_NUMBERS = (*_SIZES, "kind", "normalizer", "is_causal", "is_reversed", "row_stride")
 _REALS = ("scale", "constant", "floor")
-_POINTERS = ("mask", "denominators", "weight", "bias", *_SUMS)
+_POINTERS = ("mask", "denominators", "weight", "bias", *_SUMS, "log_mix", "top", "sum", "d_log_mix")
 _Call = native_call.structure("Call", (*_NUMBERS, "threads"), _REALS, _VIEWS, _POINTERS)
 _SUM_FIELDS = {"S": "sums", "level": "level", "count": "count"}
 
@@ -70,6 +72,57 @@ def step_call(query: Tensor, key: Tensor, value: Tensor, rule: KernelizedRule) -
     return pointers, native_call.arguments(_Call, _numbers(views, True, rule), views, pointers, _work(views, rule))
 
 
+def merge_forward(
+    out: Tensor,
+    top: Tensor,
+    total: Tensor,
+    far: Tensor,
+    inputs: Inputs,
+    rule: KernelizedRule,
+    log_mix: Tensor,
+    *,
+    reverse: bool,
+) -> None:
+    """Add causal attention over `inputs`, with e^log_mix (H,) times the weights of the rule, to the output of its queries.
+
+    All in place: `out` (B, H, N, Dv); `total` (B, H, N), the sum of its weights relative to e^`top`; `far`, which gets the sum
+    of the rule's weights, 0 if that underflows. The last three are slices along N of contiguous tensors of one shape.
+    `reverse`: each query attends to the keys from its own on, instead of those up to its own.
+    """
+    query, key, value = (native_call.as_rows(x) for x in inputs[:3])
+    pointers = _pointers(inputs, rule, {}, query)
+    pointers |= {"log_mix": log_mix.contiguous(), "top": top, "sum": total, "denominators": far}
+    views = {"query": query, "key": key, "value": value, "out": out}
+    numbers = _numbers(views, True, rule) | {"is_reversed": reverse, "row_stride": top.stride(1)}
+    native_call.call("forward", _Call, numbers, views, pointers, _work(views, rule))
+
+
+def merge_backward(
+    grads: Sequence[Tensor],
+    grad: Tensor,
+    out: Tensor,
+    denominators: Tensor,
+    inputs: Inputs,
+    rule: KernelizedRule,
+    *,
+    reverse: bool,
+) -> Tensor:
+    """The gradient of log_mix by query (B, H, N), through what `merge_forward` added.
+
+    Those of the query, key and value of `inputs` are written to `grads`. `out` is the final output; a weight of the rule over
+    `denominators` (B, H, N) is its share of all weights.
+    """
+    query, key, value = (native_call.as_rows(x) for x in inputs[:3])
+    views = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
+    views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
+    denominators = denominators.contiguous()
+    d_log_mix = torch.empty_like(denominators)
+    pointers = _pointers(inputs, rule, {}, query) | {"denominators": denominators, "d_log_mix": d_log_mix}
+    numbers = _numbers(views, True, rule) | {"is_reversed": reverse}
+    native_call.call("backward", _Call, numbers, views, pointers, _work(views, rule))
+    return d_log_mix
+
+
 def sum_shapes(key: Tensor, value: Tensor, rule: KernelizedRule) -> dict[str, tuple[int, ...]]:
     """The shapes of `Sums`."""
     feature_map, (batch, kv_heads) = rule.feature_map, key.shape[:2]
@@ -101,7 +154,7 @@ def _numbers(views: dict[str, Tensor], is_causal: bool, rule: KernelizedRule) ->
     query, key, value, native = views["query"], views["key"], views["value"], rule.feature_map.native
     assert native is not None
     sizes = (*query.shape[:2], key.shape[1], query.shape[2], *key.shape[2:], value.shape[3], rule.feature_map.features)
-    codes = (_KINDS.index(native.kind), _NORMALIZERS.index(rule.normalizer), is_causal)
+    codes = (_KINDS.index(native.kind), _NORMALIZERS.index(rule.normalizer), is_causal, False, query.shape[2])
     numbers: dict[str, float] = dict(zip(_NUMBERS, (*sizes, *codes), strict=True))
     return numbers | {"scale": native.scale, "constant": native.constant, "floor": rule.floor}
 

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from subquad.errors import InputError
 from subquad.ops import dispatch, native_call
+from subquad.ops.double_backward import gradients_of_gradients
 from subquad.ops.feature_map import NativeKind, NativeMap, known_map
 from subquad.ops.kernelized import native, pytorch
 from subquad.ops.kernelized.rule import Inputs, KernelizedRule, Normalizer, Sums
 from subquad.ops.library import Differentiable, define, fold_vmap
+from subquad.ops.precision import compute_dtype
 
 _KINDS, _NORMALIZERS = get_args(NativeKind), get_args(Normalizer)
 _SUMS = ("S", "level", "count")
@@ -60,25 +62,30 @@ def checked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, give
     for x in (query, key, value):
         if x.dim() != 4:
             raise InputError(f"query, key and value must have 4 dimensions; got {tuple(x.shape)}.")
+        if compute_dtype(x) != compute_dtype(query):
+            raise InputError(f"query, key and value must have one dtype; got {x.dtype} and {query.dtype}.")
     (batch, heads, _, channels), (kv_heads, keys) = query.shape, key.shape[1:3]
-    _require(query, "query", (batch, heads, keys if numbers.is_causal else query.shape[2], channels))
-    _require(key, "key", (batch, kv_heads, keys, channels))
-    _require(value, "value", (batch, kv_heads, keys, value.shape[3]))
+    require(query, "query", (batch, heads, keys if numbers.is_causal else query.shape[2], channels))
+    require(key, "key", (batch, kv_heads, keys, channels))
+    require(value, "value", (batch, kv_heads, keys, value.shape[3]))
     if not kv_heads or heads % kv_heads:
         raise InputError(f"the number of key-value heads must divide that of query heads; got {kv_heads} and {heads}.")
     if mask is not None:
-        _require(mask, "mask", (batch, keys))
+        require(mask, "mask", (batch, keys), torch.bool)
     kind, weight = _KINDS[numbers.kind], numbers.weight
     if weight is not None:
-        _require(weight, "weight", (*((kv_heads,) if kind == "trigonometric" else ()), weight.shape[-2], channels))
+        require(weight, "weight", (*((kv_heads,) if kind == "trigonometric" else ()), weight.shape[-2], channels))
     if numbers.bias is not None:
-        _require(numbers.bias, "bias", (channels if weight is None else weight.shape[-2],))
+        require(numbers.bias, "bias", (channels if weight is None else weight.shape[-2],))
     return Inputs(query.detach(), key.detach(), value.detach(), mask, numbers.is_causal), numbers
 
 
-def _require(x: Tensor, name: str, shape: tuple[int, ...]) -> None:
+def require(x: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """Raise an error unless `x` has this shape and dtype; None: any dtype."""
     if tuple(x.shape) != tuple(shape):
         raise InputError(f"{name} must have the shape {tuple(shape)}, to fit the others; got {tuple(x.shape)}.")
+    if dtype not in (None, x.dtype):
+        raise InputError(f"{name} must have the dtype {dtype}; got {x.dtype}.")
 
 
 def _forward(body: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
@@ -151,7 +158,7 @@ def _native_backward(
     shape = (*query.shape[:3], value.shape[3])
     shapes = {"grad": shape, "out": shape, "denominators": query.shape[:3], **native.sum_shapes(key, value, rule)}
     for name, x in {"grad": grad, "out": out, "denominators": denominators, **found}.items():
-        _require(x, name, shapes[name])
+        require(x, name, shapes[name])
     return native.backward(grad, inputs, rule, out, denominators.to(out.dtype), found)
 
 
@@ -192,21 +199,13 @@ def _second_gradients(
 ) -> tuple[Any, ...]:
     """Gradients of gradients: everything is computed again, by autograd."""
     grad, query, key, value, mask, weight, bias = saved
-    numbers, create_graph = _Rule(weight, bias, *rest), torch.is_grad_enabled()
-    with torch.enable_grad():
-        tensors = [x if x.requires_grad else x.detach().requires_grad_() for x in (grad, query, key, value)]
-        inputs = Inputs(tensors[1], tensors[2], tensors[3], mask, numbers.is_causal)
-        out, _ = pytorch.attend(inputs, numbers.rule(key.shape[3]), {})
-        first = torch.autograd.grad(out, tensors[1:], tensors[0].to(out.dtype), create_graph=True, materialize_grads=True)
-        recorded = [(x, g) for x, g in zip(first, grads, strict=True) if x.requires_grad]
-        found = torch.autograd.grad(
-            [x for x, _ in recorded],
-            tensors,
-            [g.to(x.dtype) for x, g in recorded],
-            create_graph=create_graph,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+    numbers = _Rule(weight, bias, *rest)
+
+    def forward(*tensors: Tensor) -> Tensor:
+        inputs = Inputs(*tensors, mask, numbers.is_causal)
+        return pytorch.attend(inputs, numbers.rule(key.shape[3]), {})[0]
+
+    found = gradients_of_gradients(forward, grad, (query, key, value), grads)
     return *(g if is_needed else None for g, is_needed in zip(found, needed, strict=False)), *[None] * (len(needed) - 4)
 
 
