@@ -105,8 +105,8 @@ def fold_vmap(operator: torch._ops.OpOverload, weights: Sequence[int]) -> None:
         mapped = [place for place in weights if in_dims[place] is not None]
         if mapped:
             raise UnsupportedError(
-                f"torch.func.vmap of {operator} cannot map over the weights of a feature map; argument {mapped[0]} is mapped. "
-                "Loop over the weights instead, or call vmap inside subquad.ops.disabled()."
+                f"torch.func.vmap of {operator} cannot map over its weights; argument {mapped[0]} is mapped. Loop over the "
+                "weights instead, or, with a kernelized mechanism, call vmap inside subquad.ops.disabled()."
             )
 
         def folded(x: Any, dim: int | None, place: int) -> Any:

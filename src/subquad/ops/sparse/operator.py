@@ -144,12 +144,23 @@ def _group_gradients(body: _Body, plan: Plan, rows: list[Tensor], scale: float) 
         groups.append(plan.global_rows.group)
         grad, *results = plan.global_rows.take(rows)
         grads += body.backward(grad, groups, *results, scale)
-        rows = plan.global_rows.without(rows)
+        rows[2:] = plan.global_rows.without(*rows[2:])
     for part in plan.parts:
         grad, *results = (x.flatten(0, 1) if part.heads is None else x[:, list(part.heads)].flatten(0, 1) for x in rows)
         groups += part.groups
         grads += body.backward(grad, part.groups, *results, scale)
-    return differentiable(groups), grads
+    return _sums(differentiable(groups), grads)
+
+
+def _sums(tensors: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Every tensor once, with the sum of its gradients; autograd would add them into new memory."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for x, grad in zip(tensors, grads, strict=True):
+        if id(x) in found:
+            found[id(x)][1].add_(grad)
+        else:
+            found[id(x)] = x, grad
+    return [x for x, _ in found.values()], [grad for _, grad in found.values()]
 
 
 def _like_rows(g: Tensor, x: Tensor) -> Tensor:
