@@ -117,8 +117,9 @@ def fold_vmap(operator: torch._ops.OpOverload, weights: Sequence[int] = ()) -> N
         mapped = [place for place in weights if in_dims[place] is not None]
         if mapped:
             raise UnsupportedError(
-                f"torch.func.vmap of {operator} cannot map over weights, which all sequences of a batch share; argument "
-                f"{mapped[0]} is mapped. Loop over the weights instead, or call vmap inside subquad.ops.disabled()."
+                f"torch.func.vmap of {operator} cannot map over its weights, which all sequences of a batch share; argument "
+                f"{mapped[0]} is mapped. Loop over the weights instead, or, with a kernelized mechanism, call vmap inside "
+                "subquad.ops.disabled()."
             )
 
         def folded(x: Any, dim: int | None, place: int) -> Any:

@@ -19,6 +19,7 @@ from subquad import reference
 from subquad.attention import MechanismModule, attention
 from subquad.errors import OptionError
 from subquad.families.base import Info, Mechanism
+from subquad.ops.dispatch import disabled
 from subquad.registry import why_not
 
 BATCH, HEADS, DIM, VALUE_DIM, WIDTH = 2, 3, 5, 7, 11
@@ -177,7 +178,11 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if func.namespace == "subquad":  # what its body in PyTorch makes counts, too
+            with self, disabled():
+                out = func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, tuple | list) else [out]:
             if isinstance(t, torch.Tensor) and t._base is None:
                 self.numel = max(self.numel, t.numel())

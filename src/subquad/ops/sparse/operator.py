@@ -126,9 +126,24 @@ def _backward(body: _Body, grad: Tensor, out: Tensor, top: Tensor, total: Tensor
         plan = Plan.of(Inputs(*recorded), pattern, given[-1], body is _NATIVE)
     with torch.no_grad():
         outputs, grads = _group_gradients(body, plan, [grad.to(dtype), out.to(dtype), top, total.abs()], given[-2])
-    found = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True, materialize_grads=True)
+    with torch.inference_mode(False), torch.enable_grad():
+        handed_over = _HandOver.apply(grads, *outputs)  # type: ignore[no-untyped-call]
+    found = torch.autograd.grad(handed_over, list(leaves.values()), allow_unused=True, materialize_grads=True)
     by_place = {place: _like_rows(g, leaves[place]) for place, g in zip(leaves, found, strict=True)}
     return tuple(by_place.get(place, grad.new_empty(0)) for place in _LEARNED)
+
+
+class _HandOver(torch.autograd.Function):
+    """A number whose gradients are those in a list, which is emptied: autograd then adds others to them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.grads = grads
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        return None, *(ctx.grads.pop(0) for _ in range(len(ctx.grads)))
 
 
 def _leaf(inputs: Inputs, place: int) -> Tensor:
@@ -144,12 +159,23 @@ def _group_gradients(body: _Body, plan: Plan, rows: list[Tensor], scale: float) 
         groups.append(plan.global_rows.group)
         grad, *results = plan.global_rows.take(rows)
         grads += body.backward(grad, groups, *results, scale)
-        rows = plan.global_rows.without(rows)
+        rows[2:] = plan.global_rows.without(*rows[2:])
     for part in plan.parts:
         grad, *results = (x.flatten(0, 1) if part.heads is None else x[:, list(part.heads)].flatten(0, 1) for x in rows)
         groups += part.groups
         grads += body.backward(grad, part.groups, *results, scale)
-    return differentiable(groups), grads
+    return _sums(differentiable(groups), grads)
+
+
+def _sums(tensors: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Every tensor once, with the sum of its gradients; autograd would add them into new memory."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for x, grad in zip(tensors, grads, strict=True):
+        if id(x) in found:
+            found[id(x)][1].add_(grad)
+        else:
+            found[id(x)] = x, grad
+    return [x for x, _ in found.values()], [grad for _, grad in found.values()]
 
 
 def _like_rows(g: Tensor, x: Tensor) -> Tensor:

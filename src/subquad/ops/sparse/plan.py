@@ -67,13 +67,12 @@ class GlobalRows(NamedTuple):
             found.append(by_entry.transpose(1, 2).flatten(0, 1))
         return found
 
-    def without(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """The gradient, output, largest score and sum (B, H, n, ...) of the other rows: these have no gradients."""
-        fillers = (0.0, 0.0, math.inf, 1.0)  # a weight is e^(score - infinity) = 0
-        found = [x.clone() for x in rows]
-        for x, filler in zip(found, fillers, strict=True):
-            x.transpose(1, 2)[self.entry[0], self.row] = filler
-        return found
+    def without(self, top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest score and the sum (B, H, n) of each row; those of these rows are such that all weights are 0."""
+        top, total = top.clone(), total.clone()
+        top.transpose(1, 2)[self.entry[0], self.row] = math.inf  # a weight is e^(score - infinity)
+        total.transpose(1, 2)[self.entry[0], self.row] = 1
+        return top, total
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +111,9 @@ class Plan:
                 groups.append(x.tile_group_with(key, value))
             parts.append(Part(groups, heads))
         global_rows = None if tokens is None else _global_rows(inputs, padding, tokens, is_causal)
+        if global_rows is not None and len(parts) == 1 and inputs.global_key is None:
+            key, value = x.keys
+            global_rows = global_rows._replace(group=global_rows.group._replace(key=key, value=value))
         return Plan(parts, global_rows, padding)
 
 

@@ -6,6 +6,7 @@ B batch, H query heads, K key-value heads, G = H / K query heads per key-value h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,20 +55,37 @@ class Tokens:
     def length(self) -> int:
         return self.query.shape[3]
 
+    # The same tensors in all tile groups, so that their gradients can be added in place.
+    @cached_property
+    def queries(self) -> Tensor:
+        """(B K, 1, G, n, D)."""
+        return self.query.flatten(0, 1).unsqueeze(1)
+
+    @cached_property
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, (B K, 1, n, ...)."""
+        return self.key.flatten(0, 1).unsqueeze(1), self.value.flatten(0, 1).unsqueeze(1)
+
     def tile_group(self, tiles: tuple[Tile, ...]) -> TileGroup:
         """Tiles over these queries and keys."""
-        group = self.tile_group_with(self.key, self.value, tiles, self.bias)
-        return group._replace(key_span=group.query_span)
+        (key, value), span = self.keys, self._spans
+        return TileGroup(self.queries, key, value, tiles, None, self._biases(self.bias), span, span)
 
     def tile_group_with(
         self, key: Tensor, value: Tensor, tiles: tuple[Tile, ...] | None = None, bias: Tensor | None = None
     ) -> TileGroup:
         """Tiles over these queries and other keys and values (B, K, m, ...), by default all pairs; `bias` is (B or 1, m)."""
         all_pairs = Tile(0, self.length, 1, 0, 0, key.shape[2])
-        query, key, value = (x.flatten(0, 1).unsqueeze(1) for x in (self.query, key, value))
-        bias = None if bias is None else self.repeat_per_head(bias).unsqueeze(1)
-        span = None if self.span is None else self.span.repeat_interleave(self.key.shape[1], dim=0).unsqueeze(1)
-        return TileGroup(query, key, value, tiles or (all_pairs,), bias=bias, query_span=span)
+        key, value = (x.flatten(0, 1).unsqueeze(1) for x in (key, value))
+        return TileGroup(self.queries, key, value, tiles or (all_pairs,), None, self._biases(bias), self._spans)
+
+    def _biases(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else self.repeat_per_head(bias).unsqueeze(1)
+
+    @property
+    def _spans(self) -> Tensor | None:
+        """(B K, 1, 2)."""
+        return None if self.span is None else self.span.repeat_interleave(self.key.shape[1], dim=0).unsqueeze(1)
 
     def keys_at(self, position: Tensor, exists: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values (B, K, m, ...) at `position` (B or 1, m), and their bias (B or 1, m).
