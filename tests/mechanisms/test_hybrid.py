@@ -1,9 +1,12 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import subquad as sq
 from subquad import reference
-from subquad.engines import hybrid
+from subquad.ops import dispatch
+from subquad.ops.hybrid import pytorch
 from subquad.ops.kernelized.chunk_weights import CHUNK
 from tests.harness import Largest, assert_close
 
@@ -118,15 +121,16 @@ def test_the_far_sums_are_not_differences():
 
 @both_ways
 @pytest.mark.parametrize("grad", [False, True])
-def test_nothing_grows_with_the_square(is_causal, grad):
+@pytest.mark.parametrize("kernels", [nullcontext, dispatch.disabled], ids=["kernels", "PyTorch"])
+def test_nothing_grows_with_the_square(is_causal, grad, kernels):
     n, dim, window = 32_768, 16, 8
     module = sq.Hybrid(window=window).build(heads=1, head_dim=dim)
     q, k, v = (torch.randn(1, 1, n, dim, requires_grad=grad) for _ in range(3))
-    with Largest() as largest, torch.set_grad_enabled(grad):
+    with Largest() as largest, torch.set_grad_enabled(grad), kernels():
         out = module(q, k, v, is_causal=is_causal)
         if grad:
             out.sum().backward()
-    pairs = n * (CHUNK + 2 * window) if grad else hybrid._PIECE_PAIRS
+    pairs = n * (CHUNK + 2 * window) if grad else pytorch._PIECE_PAIRS
     assert largest.numel <= max(pairs, (n + CHUNK + 2 * window) * 2 * dim)
 
 
@@ -134,12 +138,12 @@ def test_nothing_grows_with_the_square(is_causal, grad):
 @pytest.mark.parametrize("length", [1, 63, 70, 71])  # the span of a chunk of 64 has 71 keys, or 78
 def test_a_short_sequence_is_one_chunk_and_gives_the_same(length, is_causal, monkeypatch):
     def found(limit):
-        monkeypatch.setattr(hybrid, "_SHORT", limit)
+        monkeypatch.setattr(pytorch, "_SHORT", limit)
         torch.manual_seed(0)
         module = sq.Hybrid(window=7).build(heads=2, head_dim=4).double()
         q, k, v = (x.repeat(2, 1, 1, 1).requires_grad_() for x in qkv(length))
         real = torch.arange(length) < torch.tensor([[length], [length - 5]]).clamp(min=1)
-        with Largest() as largest:
+        with Largest() as largest, dispatch.disabled():
             out = module(q, k, v, is_causal=is_causal, key_padding_mask=real)
         grads = torch.autograd.grad(out.square().sum(), [q, k, v, *module.parameters()])
         return largest.numel, (out, *grads)

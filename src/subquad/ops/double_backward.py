@@ -38,7 +38,8 @@ def gradients_of_gradients(
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        grad, *inputs = (x if x.requires_grad else x.detach().requires_grad_() for x in (grad, *inputs))
+        # Views, so that inputs that depend on each other, or are one tensor, get gradients of their own.
+        grad, *inputs = (x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (grad, *inputs))
         out = forward(*inputs)
         first = torch.autograd.grad(out, inputs, grad.to(out.dtype), create_graph=True, materialize_grads=True)
         recorded = [(x, g) for x, g in zip(first, grads, strict=True) if x.requires_grad]

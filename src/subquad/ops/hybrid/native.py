@@ -1,8 +1,8 @@
 """Hybrid attention by two compiled kernels: the tile kernel for near keys, then the kernelized one, which merges the far keys.
 
 The far keys of query i are those up to i - window - 1: causal kernelized attention of the queries from window + 1 on to the
-keys from 0 on. Unless causal, those from i + window + 1 on follow in the same way, the sequence read backwards. With c the level
-and t the sum of all weights relative to e^c, a near key has the share e^(score - c) / t of them, and a far one
+keys from 0 on. Unless causal, those from i + window + 1 on follow in the same way, the sequence read backwards. With c the
+level and t the sum of all weights relative to e^c, a near key has the share e^(score - c) / t of them, and a far one
 phi(q) . phi(k) / d with d = t e^(c - log g). Given c, t and the merged output, the backward passes of both kernels are those
 that they have on their own, with d for the denominators of the second one.
 
@@ -38,8 +38,8 @@ def forward(inputs: Inputs, rule: HybridRule) -> tuple[Tensor, ...]:
     for reverse in _directions(rule, rows[2]):
         queries, keys = _far_slices(rule, reverse)
         more = torch.zeros_like(far) if reverse else far
-        results = (x[:, :, queries] for x in (out, top, total, more))
-        merge_forward(*results, *_far(inputs, rule, queries, keys), log_mix, reverse=reverse)
+        results = [x[:, :, queries] for x in (out, top, total, more)]
+        merge_forward(results, *_far(inputs, rule, queries, keys), log_mix, reverse=reverse)
         if reverse:
             far += more
     return out, top, total, far
@@ -53,8 +53,8 @@ def backward(
     if not rows.numel():
         return *(x.zero_() for x in empty_gradients(inputs)), top.new_zeros(rows[:2])
     grad, out = native_call.as_rows(grad).contiguous(), out.contiguous()
-    results = (x.reshape(-1, *x.shape[2:]) for x in (out, top, total))
-    near = tiles.native.backward(grad.flatten(0, 1), [_near(inputs, rule)], *results, rule.scale)
+    grad_rows, out_rows, top_rows, total_rows = (x.flatten(0, 1) for x in (grad, out, top, total))
+    near = tiles.native.backward(grad_rows, [_near(inputs, rule)], out_rows, top_rows, total_rows, rule.scale)
     d_query, d_key, d_value = (_with_heads(x, rows[0]) for x in near)
     d_projected = [native_call.empty_rows(x, x.shape[3]) for x in inputs[3:5]]
     d_log_mix = torch.zeros_like(top)
@@ -71,8 +71,8 @@ def backward(
             d_projected[1][:, :, -rule.window - 1 :] = 0
         own = 0 if reverse else 2  # the first pass writes the gradients of projected queries and keys, all else is added
         parts = [*d_far[:own], *(torch.empty_like(x) for x in d_far[own:])]
-        given = (x[:, :, queries] for x in (grad, out, denominators))
-        d_log_mix[:, :, queries] += merge_backward(parts, *given, *_far(inputs, rule, queries, keys), reverse=reverse)
+        rows_of = [x[:, :, queries] for x in (grad, out, denominators)]
+        d_log_mix[:, :, queries] += merge_backward(parts, rows_of, *_far(inputs, rule, queries, keys), reverse=reverse)
         for x, more in zip(d_far[own:], parts[own:], strict=True):
             x += more
     return d_query, d_key, d_value, *d_projected, d_log_mix.sum(2)

@@ -9,6 +9,7 @@ B batch, H query heads, K key-value heads, n tokens, D channels, Dv value channe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -98,17 +99,22 @@ def _pytorch_backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """By autograd; the results of the forward pass are not needed."""
     inputs, rule = _checked((*given[:7], *given[11:]))
     with torch.inference_mode(False), torch.enable_grad():
-        tensors = [x.detach().clone().requires_grad_() for x in _recorded(*inputs)]
-        out = pytorch.attend(Inputs(*tensors[:5], inputs.mask, tensors[5]), rule).out
+        tensors = [x.detach().clone().requires_grad_() for x in _recorded(inputs)]
+        out = pytorch.attend(_with_recorded(inputs, tensors), rule).out
         grads = torch.autograd.grad(out, tensors, grad.to(out.dtype), materialize_grads=True)
     into = (*native.empty_gradients(inputs), out.new_empty(inputs.query.shape[:2]))
     return tuple(to.copy_(g) for to, g in zip(into, grads, strict=True))
 
 
-def _recorded(*given: Any) -> tuple[Tensor, ...]:
-    """The tensors of `Inputs` that have gradients, with a log_mix for each sequence."""
-    inputs = Inputs(*given)
+def _recorded(inputs: Inputs) -> tuple[Tensor, ...]:
+    """The tensors that have gradients, with a log_mix for each sequence."""
     return *inputs[:5], inputs.log_mix.expand(inputs.query.shape[0], -1)
+
+
+def _with_recorded(inputs: Inputs, tensors: Sequence[Tensor]) -> Inputs:
+    """`inputs` with others in the place of `_recorded`."""
+    *first, log_mix = tensors
+    return Inputs(*first, inputs.mask, log_mix)  # type: ignore[call-arg]
 
 
 def _fake_backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -136,9 +142,9 @@ def _second_gradients(
     inputs, rule = _checked((*tensors, *rest))
 
     def forward(*given: Tensor) -> Tensor:
-        return pytorch.attend(Inputs(*given[:5], inputs.mask, given[5]), rule).out
+        return pytorch.attend(_with_recorded(inputs, given), rule).out
 
-    *found, by_sequence = gradients_of_gradients(forward, grad, _recorded(*inputs), grads)
+    *found, by_sequence = gradients_of_gradients(forward, grad, _recorded(inputs), grads)
     return *found, None, by_sequence.sum(0).to(inputs.log_mix.dtype), *[None] * (len(needed) - 8)
 
 

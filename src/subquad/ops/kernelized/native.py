@@ -72,23 +72,15 @@ def step_call(query: Tensor, key: Tensor, value: Tensor, rule: KernelizedRule) -
     return pointers, native_call.arguments(_Call, _numbers(views, True, rule), views, pointers, _work(views, rule))
 
 
-def merge_forward(
-    out: Tensor,
-    top: Tensor,
-    total: Tensor,
-    far: Tensor,
-    inputs: Inputs,
-    rule: KernelizedRule,
-    log_mix: Tensor,
-    *,
-    reverse: bool,
-) -> None:
-    """Add causal attention over `inputs`, with e^log_mix (H,) times the weights of the rule, to the output of its queries.
+def merge_forward(results: Sequence[Tensor], inputs: Inputs, rule: KernelizedRule, log_mix: Tensor, *, reverse: bool) -> None:
+    """Add causal attention over `inputs`, with e^log_mix (H,) times the weights of the rule, to results of the same queries.
 
-    All in place: `out` (B, H, N, Dv); `total` (B, H, N), the sum of its weights relative to e^`top`; `far`, which gets the sum
-    of the rule's weights, 0 if that underflows. The last three are slices along N of contiguous tensors of one shape.
+    The results are changed in place: the output (B, H, N, Dv); the level of its weights (B, H, N); their sum relative to it;
+    and one that gets the sum of the rule's weights, 0 if that underflows. The last three are slices along N of contiguous
+    tensors.
     `reverse`: each query attends to the keys from its own on, instead of those up to its own.
     """
+    out, top, total, far = results
     query, key, value = (native_call.as_rows(x) for x in inputs[:3])
     pointers = _pointers(inputs, rule, {}, query)
     pointers |= {"log_mix": log_mix.contiguous(), "top": top, "sum": total, "denominators": far}
@@ -98,20 +90,14 @@ def merge_forward(
 
 
 def merge_backward(
-    grads: Sequence[Tensor],
-    grad: Tensor,
-    out: Tensor,
-    denominators: Tensor,
-    inputs: Inputs,
-    rule: KernelizedRule,
-    *,
-    reverse: bool,
+    grads: Sequence[Tensor], results: Sequence[Tensor], inputs: Inputs, rule: KernelizedRule, *, reverse: bool
 ) -> Tensor:
     """The gradient of log_mix by query (B, H, N), through what `merge_forward` added.
 
-    Those of the query, key and value of `inputs` are written to `grads`. `out` is the final output; a weight of the rule over
-    `denominators` (B, H, N) is its share of all weights.
+    Those of the query, key and value of `inputs` are written to `grads`. The results are the gradient of the final output, that
+    output, and denominators (B, H, N): a weight of the rule divided by its denominator is its share of all weights.
     """
+    grad, out, denominators = results
     query, key, value = (native_call.as_rows(x) for x in inputs[:3])
     views = {"query": query, "key": key, "value": value, "out": out, "grad": grad}
     views |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))

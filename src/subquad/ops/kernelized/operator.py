@@ -201,8 +201,8 @@ def _second_gradients(
     grad, query, key, value, mask, weight, bias = saved
     numbers = _Rule(weight, bias, *rest)
 
-    def forward(*tensors: Tensor) -> Tensor:
-        inputs = Inputs(*tensors, mask, numbers.is_causal)
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        inputs = Inputs(query, key, value, mask, numbers.is_causal)
         return pytorch.attend(inputs, numbers.rule(key.shape[3]), {})[0]
 
     found = gradients_of_gradients(forward, grad, (query, key, value), grads)
