@@ -23,30 +23,28 @@ def recomputed_gradients(
     return [next(found) if is_needed else None for is_needed in needed]
 
 
-def second_gradients(
-    forward: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """Gradients for the arguments of an operator (grad, *inputs, ...) that returns the gradients of `forward(*inputs)`.
+def gradients_of_gradients(
+    forward: Callable[..., Tensor], grad: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The gradients of `grad` and `inputs`, from those of the gradients of `inputs`.
 
-    `grads` are those of its results. Everything is computed again, by autograd. `needed` says which arguments need a gradient;
-    those after the inputs get None.
+    `forward` computes the output from `inputs` again with PyTorch operations; `grad` is the gradient of that output, `grads`
+    those of what a backward pass returned.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        tensors = [x if x.requires_grad else x.detach().requires_grad_() for x in (grad, *inputs)]
-        out = forward(*tensors[1:])
-        first = torch.autograd.grad(out, tensors[1:], tensors[0].to(out.dtype), create_graph=True, materialize_grads=True)
+        grad, *inputs = (x if x.requires_grad else x.detach().requires_grad_() for x in (grad, *inputs))
+        out = forward(*inputs)
+        first = torch.autograd.grad(out, inputs, grad.to(out.dtype), create_graph=True, materialize_grads=True)
         recorded = [(x, g) for x, g in zip(first, grads, strict=True) if x.requires_grad]
-        found = torch.autograd.grad(
+        return torch.autograd.grad(
             [x for x, _ in recorded],
-            tensors,
+            [grad, *inputs],
             [g.to(x.dtype) for x, g in recorded],
             create_graph=create_graph,
             allow_unused=True,
             materialize_grads=True,
         )
-    rest = [None] * (len(needed) - len(found))
-    return *(g if is_needed else None for g, is_needed in zip(found, needed, strict=False)), *rest
 
 
 def forbid_double_backward(grads: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
