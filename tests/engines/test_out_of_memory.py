@@ -72,7 +72,7 @@ def sums(channels, tokens):
 
 @kernel
 def convolution(channels, tokens):
-    out, value, _ = tensors(10 * tokens, channels)
+    out, value, _ = tensors(4 * tokens, channels)
     weight = torch.randn(1, 3)
     return lambda: add_convolved(out, value, weight)
 

@@ -138,6 +138,11 @@ def test_a_library_that_cannot_be_used_leaves_the_next_one(processor, folder):
         assert load() is not None
 
 
+def test_a_structure_is_mirrored_once():
+    with pytest.raises(ValueError, match="two classes mirror the C structure View"):
+        native_call.structure("View", ("data",), (), (), ())
+
+
 @pytest.mark.skipif(not native_library._SOURCES.is_dir(), reason="the sources are not here")
 def test_every_structure_of_a_call_is_compared():
     text = "".join(path.read_text() for path in sorted(native_library._SOURCES.rglob("*.cpp")))

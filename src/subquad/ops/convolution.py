@@ -20,7 +20,7 @@ from torch import Tensor
 from subquad.errors import InputError
 from subquad.ops import native_call
 from subquad.ops.arguments import require_groups, require_heads, require_shape
-from subquad.ops.double_backward import second_gradients
+from subquad.ops.double_backward import gradients_of_gradients
 from subquad.ops.library import Differentiable, define, fold_vmap
 from subquad.ops.precision import compute_dtype, upcast
 
@@ -119,7 +119,7 @@ def _call(function: str, views: dict[str, Tensor], pointers: dict[str, Tensor]) 
     native_call.call(function, _Call, numbers, views, pointers, batch * heads * taps * tokens * channels)
 
 
-def _second_gradients(grads: tuple[Any, ...], saved: tuple[Any, ...], _: Any, needed: Any) -> tuple[Any, ...]:
+def _second_gradients(grads: tuple[Any, ...], saved: tuple[Any, ...], *_: Any) -> tuple[Any, ...]:
     grad, value, kernel = saved
 
     def run(value: Tensor, kernel: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ def _second_gradients(grads: tuple[Any, ...], saved: tuple[Any, ...], _: Any, ne
 
     with torch.enable_grad():
         kernels = kernel.expand(len(value), *kernel.shape)  # one for each sequence, as the results have them
-    found = second_gradients(run, (value, kernels), grad, grads, needed)
-    return *found[:2], None if found[2] is None else found[2].sum(0)
+    d_grad, d_value, d_kernels = gradients_of_gradients(run, grad, (value, kernels), grads)
+    return d_grad, d_value, d_kernels.sum(0)
 
 
 _BACKWARD = Differentiable(BACKWARD, 2, lambda inputs, _: (inputs, None), _second_gradients)

@@ -148,7 +148,7 @@ def note(operator: str, reasons: Sequence[str] = (), *, given: Sequence[Any] = (
     if _record is None or (is_fake and not _records_fakes):
         return
     choice = Choice(f"subquad::{operator}", select(given, reasons)[1] if given else tuple(reasons))
-    if _record and _record[-1].is_native and choice.operator.startswith(f"{_record[-1].operator}_"):
+    if _record and choice.operator.startswith(f"{_record[-1].operator}_"):
         _record.pop()
     _record.append(choice)
 

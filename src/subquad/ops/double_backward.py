@@ -53,15 +53,6 @@ def gradients_of_gradients(
         )
 
 
-def second_gradients(
-    forward: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """`gradients_of_gradients` for all arguments of an operator (grad, *inputs, ...), None where not `needed`."""
-    found = gradients_of_gradients(forward, grad, inputs, grads)
-    rest = [None] * (len(needed) - len(found))
-    return *(g if is_needed else None for g, is_needed in zip(found, needed, strict=False)), *rest
-
-
 def forbid_double_backward(grads: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """`grads`, which depend on `inputs`; differentiating them raises an error."""
     if not torch.is_grad_enabled():

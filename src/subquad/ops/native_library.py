@@ -34,7 +34,10 @@ class Search(NamedTuple):
 
 def mirrored(structure: _Structure) -> _Structure:
     """The class, which has the name and the fields of a C structure; its layout is compared when the library is loaded."""
-    _MIRRORED[structure.__name__] = structure
+    name = structure.__name__
+    if name in _MIRRORED:
+        raise ValueError(f"two classes mirror the C structure {name}; name each like the structure that it mirrors.")
+    _MIRRORED[name] = structure
     return structure
 
 

@@ -19,7 +19,7 @@ from subquad.ops import native_call
 from subquad.ops.arguments import require_dtype, require_groups, require_heads, require_range, require_shape
 from subquad.ops.clustered import kmeans, native, pytorch
 from subquad.ops.clustered.inputs import ClusterAttention, ClusteredInputs
-from subquad.ops.double_backward import second_gradients
+from subquad.ops.double_backward import gradients_of_gradients
 from subquad.ops.library import Differentiable, define, fold_vmap
 from subquad.ops.precision import compute_dtype, upcast
 
@@ -167,7 +167,8 @@ def _second_gradients(grads: tuple[Any, ...], saved: tuple[Any, ...], rest: tupl
         inputs = ClusteredInputs(query, key, value, assignment, mask, real)
         return pytorch.attend(_upcast(inputs), clusters, topk, scale)[0]
 
-    return second_gradients(run, (query, key, value), grad, grads, needed)
+    found = gradients_of_gradients(run, grad, (query, key, value), grads)
+    return *(g if is_needed else None for g, is_needed in zip(found, needed, strict=False)), *[None] * (len(needed) - 4)
 
 
 _BACKWARD = Differentiable(BACKWARD, 3, _save_backward, _second_gradients)
