@@ -137,7 +137,8 @@ def _set_modes(folders: list[Path], mode: int) -> None:
 
 def unfinished(out: Path) -> Iterator[Path]:
     """Files and folders that are being written: all hidden ones except the lock."""
-    return (path for path in out.rglob(".*") if path.name != ".lock") if out.exists() else iter(())
+    for folder, folders, files in os.walk(out):  # which passes over what disappears in the meantime
+        yield from (Path(folder, name) for name in (*folders, *files) if name.startswith(".") and name != ".lock")
 
 
 @contextlib.contextmanager
