@@ -111,6 +111,30 @@ def test_both_bodies_give_the_same(mechanism, is_causal, pads):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("mechanism", [sq.Local(window=60), sq.Local(window=9, dilation=3), sq.BigBird(block=16)], ids=str)
+@pytest.mark.parametrize("pads", ["right", "left"])
+def test_threads_that_share_a_padded_sequence(mechanism, pads):
+    """More threads than sequences: each has gradients of its own, which are added to those of the span."""
+    real = PADS[pads](torch.arange(300), torch.tensor([[0]]))
+
+    def results():
+        x = [torch.randn(1, 1, 300, 16, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        out = sq.attention(*x, mechanism, key_padding_mask=real)
+        return [out, *torch.autograd.grad(out.square().sum(), x)]
+
+    generator, threads = torch.Generator(), torch.get_num_threads()
+    found = []
+    try:
+        for number in (1, 4):
+            torch.set_num_threads(number)
+            generator.manual_seed(4)
+            found.append(results())
+    finally:
+        torch.set_num_threads(threads)
+    for one, four in zip(*found, strict=True):
+        torch.testing.assert_close(one, four, rtol=1e-9, atol=1e-9)
+
+
 @every_mechanism
 @both_directions
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
