@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines import clustered, hybrid
+from subquad.engines import clustered
 from subquad.engines.block_sparse import softmax
+from subquad.ops.hybrid import pytorch as hybrid_pytorch
 from subquad.ops.kernelized import pytorch
 from subquad.testing import MechanismContract
 from subquad.testing.contract import Oracle
@@ -32,8 +33,8 @@ class TestManyPieces(Oracle):
         monkeypatch.setattr(pytorch, "_MIN_PIECE_ROWS", 1)
         monkeypatch.setattr(softmax, "_PIECE", 1)
         monkeypatch.setattr(clustered, "_PIECE", 1)
-        monkeypatch.setattr(hybrid, "_PIECE_PAIRS", 1)
-        monkeypatch.setattr(hybrid, "_SHORT", 0)
+        monkeypatch.setattr(hybrid_pytorch, "_PIECE_PAIRS", 1)
+        monkeypatch.setattr(hybrid_pytorch, "_SHORT", 0)
 
 
 @in_chunks
