@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.engines import hybrid
 from subquad.ops.clustered import rows
+from subquad.ops.hybrid import pytorch as hybrid
 from subquad.ops.kernelized import pytorch
 from subquad.ops.tiles import pytorch as tiles
 from subquad.testing import MechanismContract
