@@ -38,7 +38,6 @@ from torch import Tensor
 
 import subquad as sq
 from subquad.models import SubquadCache, SubquadConfig, SubquadForCausalLM
-from subquad.state import State
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, too
 from benchmarks.common import command, machine, middle_80_percent, new_table, parse_numbers, write
@@ -191,25 +190,23 @@ def measure(
 
 
 def fill(method: str, model: SubquadForCausalLM, positions: list[int], advance: Callable[[int], None]) -> list[Cell]:
-    """A cache at each position. They are clones, because a state shares its memory with those that continue it."""
+    """A cache at each position."""
     cache, cells = SubquadCache(model.config), []
     tokens, start = tokens_at_random(positions[-1]), 0
     for position in positions:
         for piece in tokens[:, start:position].split(PIECE, dim=1):
             forward(model, piece, cache)
             advance(piece.shape[1])
-        cells.append(Cell(method, position, model, branch(model, cache, State.clone)))
+        cells.append(Cell(method, position, model, branch(model, cache)))
         start = position
     return cells
 
 
-def branch(
-    model: SubquadForCausalLM, cache: SubquadCache, change: Callable[[State], State] = lambda state: state
-) -> SubquadCache:
-    """Another cache with the same states. States are values: continuing one cache does not change the other."""
+def branch(model: SubquadForCausalLM, cache: SubquadCache) -> SubquadCache:
+    """Another cache with copies of the states; a model overwrites those of the cache that it continues."""
     other = SubquadCache(model.config)
     for new, old in zip(other.layers, cache.layers, strict=True):
-        new.past.value = change(old.past.value)
+        new.past.value = old.past.value.clone()
     other.position.value = cache.position.value
     return other
 

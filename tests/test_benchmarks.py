@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from benchmarks import decode, docs, peers, roofline, steps
+from benchmarks import decode, docs, generation, peers, roofline, steps
 from benchmarks.implementations import Peer, Side, ours
 
 import subquad as sq
@@ -274,4 +274,23 @@ def test_steps(tmp_path):
     assert cells["linear", 8]["times_softmax"] > 0
     assert cells["linear", 40]["times_softmax"] is None
     assert cells["linear", 8]["state_bytes"] == cells["linear", 40]["state_bytes"]
+    assert all(cell["microseconds_donated"] > 0 for cell in found["cells"])
+    assert "state donated, at 8" in steps.section(found)
     assert "| `softmax` |" in steps.section(found)
+
+
+def test_steps_of_every_mechanism_that_decodes(tmp_path):
+    out = tmp_path / "steps.json"
+    steps.main(["--positions", "8", "--rounds", "1", "--steps", "1", "--out", str(out)])
+    names = {cell["method"] for cell in json.loads(out.read_text())["cells"]}
+    assert names == {*sq.methods(is_causal=True, decode=True), "sparse_strided", "sparse_fixed"}
+
+
+def test_generation_beside_llama(tmp_path):
+    out = tmp_path / "generation.json"
+    sizes = ["--layers", "1", "--hidden", "16", "--intermediate", "24", "--heads", "2"]
+    generation.main([*sizes, "--positions", "5,9", "--rounds", "1", "--tokens", "2", "--out", str(out)])
+    cells = json.loads(out.read_text())["cells"]
+    assert {(c["model"], c["position"]) for c in cells} == {(m, p) for m in ("llama", "eager", "compiled") for p in (5, 9)}
+    assert all(c["times_llama"] == 1 for c in cells if c["model"] == "llama")
+    assert all(c["tokens_per_second"] > 0 for c in cells)

@@ -149,7 +149,7 @@ class Attention(nn.Module):
                 rotation = Rotation(*cos_sin(q, position, self.rotary), after)
             rotated = rotate_by(q, rotation.cos, rotation.sin)
             q, k = rotated, rotated if k is q else rotate_by(k, rotation.cos, rotation.sin)
-            after = rotation.after
+            after = rotation.after.clone()  # a compiler would compile again for states that share a tensor
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(q.dtype)  # under autocast the queries differ in precision from the layer
         out = self.mechanism(

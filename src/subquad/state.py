@@ -56,6 +56,9 @@ class State:
     def __copy__(self) -> State:
         return self
 
+    def __deepcopy__(self, _: object) -> State:
+        return self.clone()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _new, ({**{name: getattr(self, name) for name in _PLAIN}, "tensors": dict(self.tensors)},)
 
