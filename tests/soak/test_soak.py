@@ -250,10 +250,11 @@ from subquad.ops import convolution, native_call
 from tests.soak import native  # loads the kernels under the sanitizer
 
 settings = dict([sys.argv[1].split("=")])
-value, out, kernel = torch.ones(1, 1, 4, 16), torch.zeros(1, 1, 4, 16), torch.ones(1, 3)
+value, base, kernel = torch.ones(1, 1, 4, 16), torch.zeros(1, 1, 4, 16), torch.ones(1, 3)
+out = torch.zeros_like(base)
 sizes = dict(zip(convolution._SIZES, (1, 1, 1, int(settings.get("tokens", 4)), 16, 3)))
 arguments = convolution._Call(**sizes, threads=1)
-for name, x in {"value": value, "out": out}.items():
+for name, x in {"value": value, "base": base, "out": out}.items():
     setattr(arguments, name, native_call.View(x.data_ptr() + int(settings.get("misaligned", 0)), *x.stride()[:3]))
 arguments.kernel = kernel.data_ptr()
 

@@ -63,11 +63,11 @@ def _against_native(tensors: Sequence[Any]) -> Iterator[str]:
         yield "compiled kernels are turned off, by SUBQUAD_NATIVE=0 or subquad.ops.disabled()"
     elif missing := native_library.why_missing():
         yield missing
-    given = [x for x in tensors if isinstance(x, Tensor)]
-    if device := next((x.device.type for x in given if x.device.type != "cpu"), None):
+    unusual = [x for x in tensors if not (type(x) is Tensor and x.is_cpu) and isinstance(x, Tensor)]
+    if device := next((x.device.type for x in unusual if x.device.type != "cpu"), None):
         yield f"the tensors are on {device!r}, and compiled kernels are for CPUs"
     if not torch.compiler.is_compiling():
-        if any(_is_distributed(x) for x in given):
+        if any(_is_distributed(x) for x in unusual):
             yield "the tensors are distributed (DTensor)"
         if forward_ad._current_level >= 0:
             yield "compiled kernels have no forward-mode derivatives"
@@ -121,7 +121,7 @@ def has_kernels() -> bool:
 def choose(operator: str, tensors: Sequence[Tensor | None], *reasons: str) -> bool:
     """Whether to call the operators `subquad::OPERATOR_...` with these tensors. `reasons`: what the caller knows against it."""
     body, against = select(tensors, reasons)
-    if not torch.compiler.is_compiling():
+    if _record is not None and not torch.compiler.is_compiling():
         note(operator, against)
     return body == "native"
 
