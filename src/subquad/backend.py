@@ -12,11 +12,12 @@ from torch import Tensor
 
 from subquad.attention import MechanismModule, attention
 from subquad.families.base import Mechanism
+from subquad.growing_tensor import GrowingTensor
 from subquad.ops import dispatch
 from subquad.ops.dispatch import Choice
 from subquad.ops.precision import needs_gradient
 from subquad.registry import resolve
-from subquad.state import GrowingTensor, State, derived, rows
+from subquad.state import State, derived, rows
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.engines import dense, token_buffer
-from subquad.engines.block_sparse.layout import Heads, Layout
+from subquad.engines.block_sparse.layout import Layout
 from subquad.engines.block_sparse.segments import Segments
 from subquad.engines.call import Call
 from subquad.engines.state_spec import StateSpec
@@ -24,7 +24,9 @@ from subquad.engines.token_buffer import append_row, append_rows, drop_rows, is_
 from subquad.ops.precision import compute_dtype, needs_gradient
 from subquad.ops.rows import Pattern, RowRule, RowsStep
 from subquad.ops.sparse.key_sets import BlockEnds, Blocks, KeySet, Window
+from subquad.ops.sparse.pattern import Heads
 from subquad.ops.sparse.random_blocks import RandomBlocks
+from subquad.ops.sparse.segment_means import SegmentMeans
 from subquad.state import StateTensors, rows
 
 
@@ -129,7 +131,7 @@ def prepare_step(call: Call, layout_at: Callable[[int], Layout], period: int | N
     `layout_at` is the layout for a token after so many. It changes after every `period` tokens; None: never.
     """
     layout = layout_at(call.seen)
-    is_known = all(_row_rule(key_set, None) is not None or key_set is layout.segments for key_set in layout.key_sets)
+    is_known = all(_row_rule(key_set, None) is not None or isinstance(key_set, SegmentMeans) for key_set in layout.key_sets)
     if not is_known or call.query.dtype != compute_dtype(call.query):
         return None
     return _SparseStep(call, layout_at, period)
