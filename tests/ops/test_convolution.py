@@ -86,7 +86,7 @@ def test_vmap():
         torch.func.vmap(grad, in_dims=(0, 0, None))(*many, kernel),
         torch.stack([grad(*t, kernel) for t in zip(*many, strict=True)]),
     )
-    with pytest.raises(sq.UnsupportedError, match="cannot map over weights"):
+    with pytest.raises(sq.UnsupportedError, match="cannot map over its weights"):
         torch.func.vmap(add_convolved, in_dims=(None, None, 0))(base, value, torch.stack([kernel, kernel]))
 
 

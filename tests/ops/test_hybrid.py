@@ -185,7 +185,7 @@ def test_vmap_over_the_weight_of_the_far_keys_is_refused():
     def out(log_mix):
         return torch.func.functional_call(module, {"log_mix": log_mix}, tuple(x), {"is_causal": True})
 
-    with pytest.raises(sq.UnsupportedError, match=r"cannot map over the weights.*Loop over the weights instead"):
+    with pytest.raises(sq.UnsupportedError, match=r"cannot map over its weights.*Loop over the weights instead"):
         torch.func.vmap(out)(torch.randn(3, 4, dtype=torch.float64))
 
 

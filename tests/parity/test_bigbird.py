@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import subquad as sq
-from subquad.mechanisms import bigbird
+from subquad.ops.sparse import random_blocks
 
 pytest.importorskip("transformers", reason="pip install transformers, to compare with its BigBird")
 from transformers import BigBirdConfig, BigBirdModel
@@ -72,12 +72,21 @@ def mine(ours, x, real):
 
 
 @pytest.fixture
-def take(monkeypatch):
+def drawn_anew():
+    """What was drawn for a length is kept for later calls; not in and after tests that replace it."""
+    random_blocks._draw_once.cache_clear()
+    yield
+    random_blocks._draw_once.cache_clear()
+
+
+@pytest.fixture
+def take(monkeypatch, drawn_anew):
     """Makes our layers draw what the published one drew last; it draws nothing for the global rows."""
 
     def take(layer):
         index = F.pad(layer.drew[:1], (0, 0, 1, 1), value=-1)
-        monkeypatch.setattr(bigbird, "draw_blocks", lambda *_, **__: index)
+        random_blocks._draw_once.cache_clear()
+        monkeypatch.setattr(random_blocks, "draw_blocks", lambda *_, **__: index)
 
     return take
 
@@ -206,9 +215,9 @@ def published_draw(length, heads=12):
 
 
 @pytest.fixture
-def our_draw(monkeypatch):
+def our_draw(monkeypatch, drawn_anew):
     """The same of ours, but for the global rows."""
-    drawn, found = bigbird.draw_blocks, []
+    drawn, found = random_blocks.draw_blocks, []
 
     def recorded(*inputs, **options):
         found.append(drawn(*inputs, **options))
@@ -218,7 +227,7 @@ def our_draw(monkeypatch):
         sq.attention(*torch.randn(3, 1, heads, length, 1), sq.BigBird(block=64, random=3))
         return found[-1][0, :, 1:-1]
 
-    monkeypatch.setattr(bigbird, "draw_blocks", recorded)
+    monkeypatch.setattr(random_blocks, "draw_blocks", recorded)
     return our_draw
 
 

@@ -135,7 +135,11 @@ def test_the_rule_for_a_result_as_a_whole():
 @pytest.mark.parametrize(("magnitude", "expected"), [(1.0, False), (1e20, True)])
 def test_scores_that_rounding_decides(magnitude, expected):
     spec = replace(USUAL, mechanism="softmax", magnitudes={"q": 1.0, "k": magnitude, "v": 1.0})
-    assert decided_by_rounding(Prepared.of(spec)) is expected
+    default = torch.get_default_dtype()
+    try:
+        assert decided_by_rounding(Prepared.of(spec)) is expected
+    finally:
+        torch.set_default_dtype(default)  # which `Prepared.of` has changed
 
 
 def test_every_part_has_a_short_run():
