@@ -99,6 +99,8 @@ def _empty_rows(mask: Tensor | None, bias: Tensor | None, tile: Tile) -> Tensor 
     allowed = bias.exp()  # 1 or 0
     if mask is None:
         seen = allowed.cumsum(-1) if tile.is_causal else allowed.sum(-1, keepdim=True)
+        if tile.is_causal:  # query i sees the columns up to i, as far as there are any
+            seen = seen[..., torch.arange(tile.rows, device=seen.device).clamp(max=tile.columns - 1)]
     else:
         seen = torch.einsum("zhnc,zhc->zhn", mask.exp(), allowed)
     return seen == 0
