@@ -162,7 +162,7 @@ def _global_rows(inputs: Inputs, padding: Padding, tokens: GlobalTokens, is_caus
     count = row.shape[1]
     queries = take_tokens(query, row).masked_fill(~exists[:, None, :, None], 0)
     x = Tokens.of(queries, key, value, padding.real, padding.lengths, padding.span)
-    tile = Tile(0, count, 1, 0, 0, count if is_causal and tokens.are_first else length)
+    tile = Tile(0, count, 1, 0, 0, min(count, length) if is_causal and tokens.are_first else length)
     if is_causal and tokens.are_first:
         tile = tile._replace(is_causal=count > 1)
     elif is_causal:
