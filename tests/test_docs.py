@@ -35,7 +35,7 @@ def ran(page, least):
 
 
 def test_the_code_runs():
-    assert ran(README, 5)["state"].length == 301
+    assert ran(README, 5)["state"].length == 302
 
 
 def test_the_code_about_models_runs():
